@@ -1,0 +1,39 @@
+#!/usr/bin/env python
+"""Runs one benchmark suite; standard output ends with its figures as one JSON object.
+
+    python jobs/benchmark.py --suite demo_quality --seed 7 --clips 200
+
+What follows `--suite NAME` is the suite's own; `--suite NAME --help` lists it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+
+from pipeline.config import nearest
+from pipeline.job import guarded
+from pipeline.types import UsageError
+
+
+def main(argv: list[str]) -> int:
+    """Imports the suite only now: each brings its own dependencies."""
+    known = sorted(path.stem for path in Path(__file__).with_name("suites").glob("*.py"))
+    words = [word for a in argv for word in (a.split("=", 1) if a.startswith("--suite=") else [a])]
+    if "--suite" not in words[:-1]:
+        raise UsageError(f"--suite is missing; there are: {', '.join(known)}")
+    at = words.index("--suite")
+    name = words[at + 1]
+    if name not in known:
+        raise UsageError(f"--suite {name!r} is none of {', '.join(known)}{nearest(name, known)}")
+    figures = importlib.import_module(f"suites.{name}").run(words[:at] + words[at + 2 :])
+    print(json.dumps(figures), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(Path(__file__).name, lambda: main(sys.argv[1:])))

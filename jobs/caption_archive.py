@@ -1,0 +1,20 @@
+#!/usr/bin/env python
+"""Captions every video of an archive; each --prompt is answered by each video.
+
+    python jobs/caption_archive.py --input s3://bucket/videos/ --output s3://bucket/captions --model demo
+    ray job submit --working-dir . -- python jobs/caption_archive.py --config conf/nightly.yaml
+
+A second run of the same command does what is missing and nothing else. Standard output ends with the summary as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+
+from pipeline.job import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], Path(__file__).name))

@@ -1,0 +1,106 @@
+"""The decoders, as they run inside a decoding process (`pipeline.workers`): frames of planned times, resized as they
+come.
+
+A decoder is a function of a `Job` that puts frames into a `Sink` in the order of their times and returns how many
+planned times were lost. A planned time gets the last frame that begins no later than it; where that frame is missing
+or damaged, the time is lost. At most one group of frames is held at full size. Storage is imported for remote files
+only.
+
+decord is not given every file. After a seek it counts the frames that come out of the codec, and where some do not, it
+returns other frames than asked for, without an error. Seen with decord2 3.4: H.264 and HEVC with open GOPs or
+intra-refresh, MPEG-4 with B frames, containers without an index (TS, PS, ASF), edit lists. Those are PyAV's, which goes
+by time stamps and is as fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from pipeline.attempts import DecodeError, Job, Sink, resize
+from pipeline.containers import BLOCK, HEAD, Readable, hidden_frames, open_container, sniff, video_stream
+from pipeline.streaming import INDEXED, read_through
+
+GROUP_BYTES = 64 << 20  # full-size frames that decord hands over at once
+SMALL = 4 * BLOCK  # bytes; a remote file as small as this is downloaded, whatever is needed of it
+_OPEN = frozenset(("h264", "hevc"))  # codecs in which a key frame need not be a clean start
+
+
+def with_decord(job: Job, sink: Sink) -> int:
+    """Frames through decord, for whole files that it reads rightly: one frame that it would have to make up fails the
+    attempt. The times lost are those after the last frame."""
+    import decord  # here, so that a decord that does not load costs an attempt, not the process
+
+    _fit_for_decord(job.source)
+    try:
+        reader = decord.VideoReader(job.source, num_threads=1, fault_tol=1e-9)
+        return _whole(reader, job, sink)
+    except (decord.DECORDError, decord.DECORDLimitReachedError) as error:
+        raise DecodeError("decode_error", "it met frames that it could not decode") from error
+
+
+def _whole(reader: Any, job: Job, sink: Sink) -> int:
+    begins, ends = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64).T
+    begins, ends = begins - begins[0], ends - begins[0]
+    wanted = [t for t in job.times if t <= ends[-1] + 1 / job.fps]
+    found = np.unique(np.searchsorted(begins, np.array(wanted) + job.slack, side="right") - 1)
+    found = found[found >= 0]
+    group = max(1, GROUP_BYTES // job.frame_bytes)
+    for at in range(0, len(found), group):
+        numbers = found[at : at + group]
+        for number, image in zip(numbers, reader.get_batch(numbers).asnumpy(), strict=True):
+            sink.put(float(begins[number]), resize(image, job.height, job.width, 0))
+    return len(job.times) - len(wanted)
+
+
+def _fit_for_decord(path: str) -> None:
+    """Refuses what decord would read without complaint, but with other frames than are shown at those times."""
+    demuxer = _known(path, None)
+    if demuxer not in INDEXED:
+        raise DecodeError("unsuited", "it loses count without an index")
+    with open_container(path, demuxer) as container:
+        stream = video_stream(container)
+        if stream is not None and (stream.codec_context.reorder_depth or stream.codec_context.name in _OPEN):
+            raise DecodeError("unsuited", "it may lose count after a seek")
+        if stream is not None and demuxer == "mov" and hidden_frames(stream):
+            raise DecodeError("unsuited", "it shows what an edit list hides")
+
+
+def with_pyav(job: Job, sink: Sink) -> int:
+    """Frames through PyAV, from a local path or, in pieces, from object storage; what is damaged is passed over.
+
+    Raises:
+        DecodeError: `download` where reading in pieces would read half of a remote file or more.
+    """
+    if not job.remote:
+        return read_through(job.source, _known(job.source, None), job, sink)
+    if job.size_bytes <= SMALL:
+        raise DecodeError("download", "it is small")
+    storage = importlib.import_module("pipeline.storage")
+    with storage.open_read(job.source, BLOCK) as reader:
+        return read_through(reader, _known(job.source, reader), job, sink)
+
+
+def download(job: Job, _sink: Sink) -> int:
+    """Copies a remote file to `job.target`, and no more of it than its size when it was probed."""
+    storage = importlib.import_module("pipeline.storage")
+    left = job.size_bytes
+    with storage.open_read(job.source, 16 * BLOCK) as reader, open(job.target, "wb") as copy:
+        while left > 0 and (piece := reader.read(min(left, 16 * BLOCK))):
+            left -= copy.write(piece)
+    return 0
+
+
+def _known(source: str, reader: Readable | None) -> str:
+    """The demuxer of a file, by its first bytes: the file may have changed since it was probed."""
+    if reader is None:
+        with open(source, "rb") as local:
+            known = sniff(local.read(HEAD))
+    else:
+        known = sniff(reader.read(HEAD))
+        reader.seek(0)
+    if known is None:
+        raise DecodeError("not_a_video", "it does not begin like a video")
+    return known[0]

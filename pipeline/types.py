@@ -1,0 +1,141 @@
+"""The records that travel through the pipeline, and who fills them: the command line (`FrameOptions`), the manifest
+(`Item`), the probe (`VideoInfo`), the plan (`FramePlan`, `Wave`), the frames stage (`Frames`). A failure of one request
+is a `RequestError` with one of the output contract's codes; a `UsageError` ends a run before it starts (exit code 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from std_core.types import RequestError
+
+__all__ = ["ERROR_CODES", "FrameOptions", "FramePlan", "Frames", "Item", "Planned", "RequestError", "RunError", "UsageError", "VideoInfo", "Wave"]
+
+ERROR_CODES = frozenset(
+    "not_found access_denied storage_error empty_file not_a_video no_video_stream zero_frames truncated_file decode_error "
+    "decode_timeout decode_crashed too_large too_few_frames context_too_long invalid_request placeholder_mismatch "
+    "nan_logits out_of_memory worker_killed engine_timeout".split()
+)
+
+
+class UsageError(Exception):
+    """Configuration or input is wrong; the message is one sentence that names what and where."""
+
+
+class RunError(Exception):
+    """A run ends before its time (exit code 1); what is written stays, and a rerun resumes. One sentence says why."""
+
+
+@dataclass(frozen=True)
+class FrameOptions:
+    """Which frames of a video are looked at, by Qwen's names.
+
+    Args:
+        fps: frames sampled per second; ignored where `nframes` is given.
+        nframes: frames sampled in all.
+        min_frames, max_frames: bounds of the number of frames sampled by `fps`.
+        min_pixels, max_pixels: bounds of a frame's size after the resize; the model's own where not given.
+        total_pixels: bound of all frames' pixels together.
+        video_start, video_end: the part of the video that is looked at, in seconds.
+    """
+
+    fps: float = 2.0
+    nframes: int | None = None
+    min_frames: int = 4
+    max_frames: int = 768
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.fps <= 0:
+            raise UsageError(f"fps is {self.fps}: it has to be above 0")
+        if self.nframes is not None and self.nframes < 1:
+            raise UsageError(f"nframes is {self.nframes}: at least one frame is needed")
+        if not 1 <= self.min_frames <= self.max_frames:
+            raise UsageError(f"min_frames {self.min_frames} and max_frames {self.max_frames}: 1 ≤ min ≤ max is needed")
+        for name in ("min_pixels", "max_pixels", "total_pixels"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UsageError(f"{name} is {value}: it has to be above 0")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise UsageError(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
+        if self.video_start is not None and self.video_start < 0:
+            raise UsageError(f"video_start is {self.video_start}: it has to be 0 or later")
+        if self.video_end is not None and self.video_end <= (self.video_start or 0):
+            raise UsageError(f"video_end {self.video_end} is not after video_start {self.video_start or 0}")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question about one video, as the input has it. `columns` are the manifest's own, carried to the output;
+    `given_id` is the manifest's own `request_id`; `occurrence` counts equal rows, from 0."""
+
+    video_uri: str
+    prompt: str
+    columns: dict[str, object] = field(default_factory=dict)
+    given_id: str | None = None
+    occurrence: int = 0
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """What the container's headers say. Sizes as displayed (after rotation); `exact` where `frames` can be trusted."""
+
+    uri: str
+    size_bytes: int
+    version: str  # ETag, or mtime; changes when the file does
+    container: str
+    codec: str
+    duration: float  # s
+    start: float  # s, first presentation time
+    frames: int
+    exact: bool
+    fps: float  # average
+    height: int
+    width: int
+    rotation: int  # degrees, counter-clockwise, as the display matrix has it: 0, 90, 180, 270
+
+
+@dataclass(frozen=True)
+class FramePlan:
+    """Which moments are decoded, and to which size; fixed before a frame is decoded."""
+
+    times: tuple[float, ...]  # s, presentation time from the start of the stream, ascending
+    height: int
+    width: int
+    fps: float  # frames per second of the sample
+    tokens: int  # visual tokens
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Decoded and resized frames of one video."""
+
+    pixels: np.ndarray  # (T, height, width, 3) uint8, RGB
+    pts: tuple[float, ...]  # s, of the frames that were found
+    fps: float  # sampled
+    frames_lost: int
+    rotation: int
+    decoder: str
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request whose context length is known: `context` is prompt and visual tokens together."""
+
+    request_id: str
+    item: Item
+    info: VideoInfo
+    plan: FramePlan
+    context: int
+
+
+@dataclass(frozen=True)
+class Wave:
+    """What an engine is handed: requests of like context length, in the order in which they enter its slots."""
+
+    requests: tuple[Planned, ...]
+    max_num_seqs: int

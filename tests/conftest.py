@@ -1,0 +1,59 @@
+"""What tests of several folders share."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@dataclass(frozen=True)
+class S3:
+    """An S3 server on this machine: `endpoint` is its URL, `bucket` the URI of an empty bucket on it."""
+
+    endpoint: str
+    bucket: str
+
+    def client(self) -> Any:
+        """A client other than the one under test."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+            region_name="us-east-1",
+        )
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """An S3 server over real HTTP."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> S3:
+    """A bucket of the test's own, reached through the standard AWS variables."""
+    for name, value in {**_CREDENTIALS, "AWS_ENDPOINT_URL": s3_endpoint}.items():
+        monkeypatch.setenv(name, value)
+    name = f"test-{uuid.uuid4().hex}"
+    s3 = S3(s3_endpoint, f"s3://{name}")
+    s3.client().create_bucket(Bucket=name)
+    return s3
+
+
+@pytest.fixture(params=["local", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: object) -> str:
+    """An empty folder, once on a local disk and once in a bucket."""
+    return str(tmp_path) if request.param == "local" else request.getfixturevalue("s3").bucket

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import io
+import itertools
+import random
+
+import av
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import demo_world as world
+
+
+@given(st.integers(1, 12), st.integers(0, 10_000))
+def test_neighbours_can_be_told_apart_and_every_word_is_the_worlds(count: int, seed: int) -> None:
+    scenes = world.draw_scenes(random.Random(seed), count)
+    assert len(scenes) == count
+    assert all((a.kind, a.colour) != (b.kind, b.colour) for a, b in itertools.pairwise(scenes))
+    assert world.right_clauses(scenes, world.caption(scenes)) == (count, count)
+    assert len(world.questions(scenes)) == 4 * count + 1
+
+
+def test_a_clause_is_right_only_with_its_place_and_all_attributes() -> None:
+    a, b = world.Scene("small", "red", "ring", "moves up"), world.Scene("large", "blue", "cross", "stays still")
+    right = world.caption((a, b))
+    assert world.right_clauses((a, b), right) == (2, 2)
+    assert world.right_clauses((b, a), right) == (0, 2)
+    assert world.right_clauses((a, b), right.replace("Scene 2", "Scene 3")) == (1, 2)
+    assert world.right_clauses((a, b), right.replace("small", "large")) == (1, 2)
+    assert world.right_clauses((a, b), "") == (0, 2)
+    assert world.right_clauses((a,), right) == (1, 2)  # a scene too many
+
+
+@pytest.mark.parametrize("kind", world.KINDS)
+def test_kinds_look_different(kind: str) -> None:
+    def shape(of: str) -> torch.Tensor:
+        scene = [world.Scene("large", "white", of, "stays still")]
+        return world.paint(scene, torch.tensor([0.5]), torch.tensor([[0.5, 0.5]]), torch.zeros(1, 3), 84, 84) > 127
+
+    for other in set(world.KINDS) - {kind}:
+        assert (shape(kind) != shape(other)).float().mean() > 0.02
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from(world.CLIP_SIZES))
+def test_a_shape_stays_in_the_frame_and_moves_as_it_says(seed: int, size: tuple[int, int]) -> None:
+    rng = random.Random(seed)
+    (scene,) = world.draw_scenes(rng, 1)
+    height, width = size
+    frames = world.paint(
+        [scene] * 3,
+        torch.tensor([0.0, 0.5, 1.0]),
+        torch.tensor([world.place(rng, scene)] * 3),
+        torch.zeros(3, 3),
+        *size,
+    )
+    seen = frames.amax(1) > 8
+    centres = []
+    for image in seen:
+        y, x = np.nonzero(image.numpy())
+        assert y.min() > 0 and x.min() > 0 and y.max() < height - 1 and x.max() < width - 1
+        centres.append((x.mean(), y.mean()))
+    dx, dy = world.MOTIONS[scene.motion]
+    moved = np.sign(np.round((np.array(centres[2]) - np.array(centres[0])) / 4))
+    assert moved.tolist() == [dx, dy]
+
+
+def test_a_clip_is_h264_and_the_same_for_the_same_seed() -> None:
+    scenes, data = world.write_clip(7, 3)
+    assert (scenes, data) == world.write_clip(7, 3)
+    with av.open(io.BytesIO(data)) as container:
+        stream = container.streams.video[0]
+        assert stream.codec_context.name == "h264"
+        assert len(list(container.decode(stream))) == 3 * world.SCENE_SECONDS * 8

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+
+import demo_world as world
+import train_demo_model as trainer
+from pipeline.config import Job
+from pipeline.prepare import Failed, Pending, Requests, look, waves, window_of
+from pipeline.types import FrameOptions, Item, Planned, UsageError
+from std_core.checkpoint import Checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("model")
+    words = trainer.tokenizer()
+    trainer.build("demo", words).config.save_pretrained(folder)
+    trainer.processor(words).save_pretrained(folder)
+    return Checkpoint.load(str(folder))
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
+    path.write_bytes(world.write_clip(0, 2)[1])
+    return str(path)
+
+
+def ids(items: list[Item], job: Job, done: frozenset[bytes] = frozenset()) -> list[str]:
+    return [p.request_id for p in Requests(items, job, "r", set()).without_row(done)]
+
+
+def test_requests_are_named_by_what_changes_their_text(clip: str) -> None:
+    items = [Item(clip, "a"), Item(clip, "b"), Item(clip, "a", occurrence=1), Item("/nowhere.mp4", "a")]
+    names = ids(items, Job())
+    assert len(set(names)) == 4
+    assert ids(items, Job(draft="random", mode="dense", gamma=2, max_num_seqs=1, rows_per_part=3)) == names
+    for other in (Job(max_tokens=7), Job(dtype="bfloat16"), Job(frames=FrameOptions(fps=1.0))):
+        assert not set(ids(items, other)) & set(names)
+
+
+def test_what_has_a_row_is_left_out_and_a_repeated_id_is_one_request(clip: str) -> None:
+    items = [Item(clip, "a", given_id="7"), Item(clip, "b"), Item(clip, "a", given_id="7")]
+    names = ids(items, Job())
+    assert len(names) == 2
+    requests = Requests(items, Job(), "r", set())
+    assert [p.request_id for p in requests.without_row({bytes.fromhex(names[0])})] == names[1:]
+    assert requests.ids == {bytes.fromhex(name) for name in names}
+
+
+def test_a_context_is_the_prompt_and_the_visual_tokens(clip: str, checkpoint: Checkpoint) -> None:
+    pool = [Pending("1", Item(clip, "Describe this video."))]
+    [planned] = look(pool, Job(), checkpoint)
+    assert isinstance(planned, Planned)
+    assert planned.context == planned.plan.tokens + checkpoint.prompt_tokens("Describe this video.")
+    [too_long] = look(pool, Job(max_model_len=planned.context), checkpoint)
+    assert isinstance(too_long, Failed)
+    assert too_long.error.code == "context_too_long"
+    assert too_long.info == planned.info
+    assert isinstance(next(look(pool, Job(max_model_len=planned.context + 1), checkpoint)), Planned)
+
+
+def test_every_request_is_planned_or_fails(clip: str, checkpoint: Checkpoint) -> None:
+    items = [Item(clip, "a"), Item("", "a"), Item(clip, ""), Item("/nowhere.mp4", "a"), Item(clip, "b")]
+    failed: list[Failed] = []
+    pool = [Pending(str(i), item) for i, item in enumerate(items)]
+    planned = [r for wave in waves(pool, Job(), checkpoint, failed.append) for r in wave.requests]
+    assert {r.request_id for r in planned} == {"0", "4"}
+    assert {f.pending.request_id: f.error.code for f in failed} == {
+        "1": "invalid_request",
+        "2": "invalid_request",
+        "3": "not_found",
+    }
+
+
+def test_no_window_beyond_the_models_own(checkpoint: Checkpoint) -> None:
+    assert window_of(Job(), checkpoint) == checkpoint.max_model_len
+    with pytest.raises(UsageError, match="--max-model-len"):
+        window_of(Job(max_model_len=checkpoint.max_model_len + 1), checkpoint)

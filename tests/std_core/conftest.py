@@ -1,0 +1,69 @@
+"""Small real models for the decoding core, and the clips that are put to them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+import demo_world as world
+import train_demo_model as trainer
+from std_core.engine import Engine
+from std_core.types import Request, Sampling
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seeded random Qwen2-VL with the demo model's shape, which never learnt to stop; with a head of its own, since a
+    tied one makes an untrained model say one token for ever."""
+    folder = tmp_path_factory.mktemp("tiny_model")
+    torch.manual_seed(5)
+    words = trainer.tokenizer()
+    model = trainer.build("demo", words)
+    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    trainer.save(model, words, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model: Path) -> Engine:
+    return Engine(str(tiny_model), max_num_seqs=3)
+
+
+@pytest.fixture(scope="session")
+def requests() -> list[Request]:
+    """Seven clips of 1 to 6 scenes and different sizes, with outputs of different lengths."""
+    asked = []
+    for seed in range(7):
+        rng = random.Random(seed)
+        height, width = rng.choice(((84, 112), (112, 84), (84, 84)))
+        frames = world.clip_frames(rng, world.draw_scenes(rng, 1 + seed % 6), height, width, rate=2)
+        prompt = rng.choice(world.CAPTION_PROMPTS)
+        asked.append(Request(f"r{seed}", prompt, torch.from_numpy(frames), sampling=Sampling(rng.randint(1, 40))))
+    return asked
+
+
+@pytest.fixture(scope="session")
+def generate(tiny_model: Path) -> Callable[[Engine, Request], list[int]]:
+    """Hugging Face's own greedy `generate`, one request at a time: the oracle."""
+    hf = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
+
+    def oracle(engine: Engine, request: Request) -> list[int]:
+        fed = engine.checkpoint.inputs(request)
+        out = hf.generate(
+            input_ids=fed.ids,
+            attention_mask=torch.ones_like(fed.ids),
+            mm_token_type_ids=fed.types,
+            pixel_values_videos=fed.patches,
+            video_grid_thw=fed.grid,
+            max_new_tokens=request.sampling.max_tokens,
+            do_sample=False,
+        )
+        return out[0, fed.ids.shape[1] :].tolist()
+
+    return oracle

@@ -1,0 +1,84 @@
+"""Our folder `kernels/` and Hugging Face's package of that name live side by side (transformers imports theirs as soon
+as its metadata is on the path; a regular module of ours under that name would break `import transformers`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CAPTION = """
+import sys
+sys.path.insert(0, {root!r})          # what `ray job submit --working-dir .` does
+import transformers, kernels
+from transformers.utils.import_utils import is_kernels_available
+assert is_kernels_available(), "the stand-in is not seen"
+assert kernels.__file__.startswith({site!r}), kernels.__file__
+import torch
+from std_core.engine import Engine
+from std_core.types import Draft, Request, Sampling
+import std_core.kernels.attention as ours
+assert ours.__file__.startswith({root!r}), ours.__file__
+asked = Request("a", "Describe this video.", torch.zeros(4, 84, 84, 3, dtype=torch.uint8), sampling=Sampling(4))
+(result,) = Engine({model!r}, max_num_seqs=1, threads=1).run([asked], Draft())
+assert result.error is None and result.token_ids
+print("captioned")
+"""
+
+STAND_IN = """
+class _Anything:
+    def __init__(self, *args, **kwargs): pass
+    def __class_getitem__(cls, item): return cls
+    def __getattr__(self, name): return _Anything()
+    def __call__(self, *args, **kwargs): return args[0] if args else self
+
+CUDAProperties = Device = KernelizeFallback = LayerRepository = LocalLayerRepository = ROCMProperties = _Anything
+FuncRepository = LocalFuncRepository = _Anything
+class Mode:
+    TRAINING = INFERENCE = TORCH_COMPILE = 0
+def register_kernel_mapping(*args, **kwargs): pass
+def replace_kernel_forward_from_hub(*args, **kwargs): pass
+def use_kernel_mapping(*args, **kwargs): pass
+def get_kernel(*args, **kwargs): pass
+def kernelize(model, *args, **kwargs): return model
+def use_kernel_forward_from_hub(name): return lambda cls: cls
+def use_kernelized_func(*functions): return lambda cls: cls
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """A distribution `kernels` of a version that transformers accepts."""
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+    package, info = tmp_path / "kernels", tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (package / "__init__.py").write_text(f"__version__ = {KERNELS_MIN_VERSION!r}\n{STAND_IN}")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+    (info / "RECORD").write_text("kernels/__init__.py,,\n")
+    (info / "top_level.txt").write_text("kernels\n")
+    return tmp_path
+
+
+def test_a_caption_works_beside_hugging_faces_kernels(stand_in: Path, tiny_model: Path) -> None:
+    code = CAPTION.format(root=str(ROOT), site=str(stand_in), model=str(tiny_model))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(stand_in)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("captioned")
+
+
+def test_there_is_no_regular_package_of_that_name() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()

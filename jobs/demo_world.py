@@ -12,6 +12,7 @@ import random
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -148,7 +149,7 @@ def _distance(kind: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def place(rng: random.Random, scene: Scene) -> tuple[float, float]:
     """A centre from which the whole path stays inside a frame of any shape (shares of width and height)."""
-    free = 0.5 - SIZES[scene.size]
+    free = 0.49 - SIZES[scene.size]
     dx, dy = MOTIONS[scene.motion]
     return (
         0.5 + rng.uniform(-1, 1) * max(0.0, free - abs(dx) * TRAVEL / 2),
@@ -186,7 +187,7 @@ def encode(frames: np.ndarray, rate: int, codec: str = "libx264", container: str
 
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as out:
-        stream = out.add_stream(codec, rate=rate, options={"crf": "20"} if codec == "libx264" else {})
+        stream: Any = out.add_stream(codec, rate=rate, options={"crf": "20"} if codec == "libx264" else {})
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt, stream.time_base = "yuv420p", Fraction(1, rate)
         for image in frames:

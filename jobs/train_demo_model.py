@@ -15,8 +15,10 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +114,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def processor(words: PreTrainedTokenizerFast) -> Qwen2VLProcessor:
     """Hugging Face's own Qwen2-VL processors at the demo model's frame size."""
     size = {"shortest_edge": 56 * 56, "longest_edge": MAX_PIXELS}
-    common = {"size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    common: dict[str, Any] = {"size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     return Qwen2VLProcessor(
         Qwen2VLImageProcessor(**common),
         words,
@@ -124,7 +126,7 @@ def processor(words: PreTrainedTokenizerFast) -> Qwen2VLProcessor:
 def build(shape: str, words: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGeneration:
     """An untrained model, float32."""
     sizes = SHAPES[shape]
-    ids = {name: words.convert_tokens_to_ids(name) for name in SPECIAL}
+    ids: dict[str, Any] = {name: words.convert_tokens_to_ids(name) for name in SPECIAL}
     config = Qwen2VLConfig(
         text_config={
             **sizes["text"],
@@ -160,7 +162,7 @@ class Difficulty:
     """What a batch is drawn from."""
 
     scenes: int  # at most
-    varied: bool = False  # half of the batches: text positions, frame sizes beyond the usual, pace
+    varied: bool = False  # any number of scenes alike; half of the batches with other text positions, sizes, pace
 
 
 @dataclass
@@ -184,7 +186,8 @@ def draw_batch(
     rng: random.Random, words: PreTrainedTokenizerFast, level: Difficulty, tokens: int, scenes: int = 0
 ) -> Batch:
     """A batch of about `tokens` positions; `scenes` fixes their number."""
-    count = scenes or (level.scenes if rng.random() < 0.5 else rng.randint(1, level.scenes))
+    hardest = not level.varied and rng.random() < 0.5
+    count = scenes or (level.scenes if hardest else rng.randint(1, level.scenes))
     varied = level.varied and rng.random() < 0.5
     rows, columns = rng.choice(WIDE_GRIDS if varied else GRIDS)
     pace = rng.choice((2, 2, 1, 3, 4)) if varied else 2
@@ -243,68 +246,66 @@ def _conversations(
     asked: int,
     varied: bool,
 ) -> dict[str, torch.Tensor]:
+    """Ids, positions, mask, targets and units of a batch: the video, and behind it its conversations side by side."""
     ask = _encoder(words)
     head = ask("<|im_start|>user\n<|vision_start|>")
-    visual = temporal * rows * columns
+    visual, at = temporal * rows * columns, len(head)
     prefix = head + [words.convert_tokens_to_ids("<|video_pad|>")] * visual + ask("<|vision_end|>")
-    at = len(head)
-    t, h, w = torch.meshgrid(torch.arange(temporal), torch.arange(rows), torch.arange(columns), indexing="ij")
-    lines = []
-    for story in stories:
-        # where the text goes on after the video: as transformers has it, or anywhere a longer or larger one would put it
-        gap = max(rows, columns)
-        if varied and rng.random() < 0.4:
-            gap = rng.choice((max(temporal, gap), rng.randint(2, 30), rng.randint(2, 120)))
-        pairs = [
-            (
-                rng.choice(world.CAPTION_PROMPTS),
-                [("" if k == 1 else " ") + f"Scene {k}: {s}." for k, s in enumerate(story, 1)],
-            )
-        ]
-        pool = world.questions(story)
-        pairs += [(q, [a]) for q, a in rng.sample(pool[:-1], min(asked, len(pool)) - 1) + pool[-1:]]
-        line: list[tuple[int, int, int, int, int]] = []  # id, branch, position, target, unit
-        unit = 0
-        for branch, (question, pieces) in enumerate(pairs, 1):
-            opening = ask(question + "<|im_end|>\n<|im_start|>assistant\n")
-            said = [(token, unit + n) for n, piece in enumerate(pieces) for token in ask(piece)]
-            said.append((words.eos_token_id, unit + len(pieces) - 1))
-            unit += len(pieces)
-            tokens = opening + [token for token, _ in said[:-1]]
-            for i, token in enumerate(tokens):
-                target, of = said[i - len(opening) + 1] if i >= len(opening) - 1 else (-100, -1)
-                line.append((token, branch, at + gap + 1 + i, target, of))
-        lines.append((line, gap))
-    longest = len(prefix) + max(len(line) for line, _ in lines)
-    size = len(stories)
-    ids = torch.full((size, longest), words.pad_token_id)
+    # per row: id, branch, place in its branch, target, unit of each token behind the prefix
+    lines = [torch.tensor(_dialogues(rng, words, story, asked)).T for story in stories]
+    size, longest = len(stories), len(prefix) + max(line.shape[1] for line in lines)
+    ids, target, unit = (torch.full((size, longest), fill) for fill in (words.pad_token_id, -100, -1))
     branch = torch.zeros(size, longest, dtype=torch.long)
     positions = torch.zeros(3, size, longest, dtype=torch.long)
-    target = torch.full((size, longest), -100)
-    unit_of = torch.full((size, longest), -1)
     ids[:, : len(prefix)] = torch.tensor(prefix)
     positions[:, :, :at] = torch.arange(at)
-    positions[:, :, at : at + visual] = torch.stack([t, h, w]).reshape(3, 1, -1) + at
-    for row, (line, gap) in enumerate(lines):
-        positions[:, row, at + visual] = at + gap  # <|vision_end|>
-        block = torch.tensor(line).T
-        span = slice(len(prefix), len(prefix) + len(line))
-        ids[row, span], branch[row, span], target[row, span], unit_of[row, span] = (
-            block[0],
-            block[1],
-            block[3],
-            block[4],
-        )
-        positions[:, row, span] = block[2]
+    grid = torch.meshgrid(torch.arange(temporal), torch.arange(rows), torch.arange(columns), indexing="ij")
+    positions[:, :, at : at + visual] = torch.stack(grid).reshape(3, 1, -1) + at
+    for row, line in enumerate(lines):
+        behind = at + _gap(rng, temporal, rows, columns, varied)
+        positions[:, row, at + visual] = behind  # <|vision_end|>
+        span = slice(len(prefix), len(prefix) + line.shape[1])
+        ids[row, span], branch[row, span], positions[:, row, span] = line[0], line[1], line[2] + behind + 1
+        target[row, span], unit[row, span] = line[3], line[4]
     sees = (branch[:, None, :] == branch[:, :, None]) | (branch[:, None, :] == 0)
     causal = torch.ones(longest, longest, dtype=torch.bool).tril()
-    return {"ids": ids, "positions": positions, "mask": (sees & causal)[:, None], "target": target, "unit": unit_of}
+    return {"ids": ids, "positions": positions, "mask": (sees & causal)[:, None], "target": target, "unit": unit}
+
+
+def _gap(rng: random.Random, temporal: int, rows: int, columns: int, varied: bool) -> int:
+    """How far behind the video's first position the text goes on: as transformers has it, or where it would with a
+    longer or larger video."""
+    usual = max(rows, columns)
+    if not varied or rng.random() >= 0.4:
+        return usual
+    return rng.choice((max(temporal, usual), rng.randint(2, 30), rng.randint(2, 120)))
+
+
+def _dialogues(
+    rng: random.Random, words: PreTrainedTokenizerFast, story: tuple[world.Scene, ...], asked: int
+) -> list[tuple[int, int, int, int, int]]:
+    """The caption's conversation and some questions', token by token."""
+    ask = _encoder(words)
+    clauses = [("" if k == 1 else " ") + f"Scene {k}: {scene}." for k, scene in enumerate(story, 1)]
+    pool = world.questions(story)
+    questions = rng.sample(pool[:-1], min(asked, len(pool)) - 1) + pool[-1:]
+    pairs = [(rng.choice(world.CAPTION_PROMPTS), clauses), *((q, [a]) for q, a in questions)]
+    line, unit = [], 0
+    for branch, (question, pieces) in enumerate(pairs, 1):
+        opening = ask(question + "<|im_end|>\n<|im_start|>assistant\n")
+        said = [(token, unit + n) for n, piece in enumerate(pieces) for token in ask(piece)]
+        unit += len(pieces)
+        said.append((words.eos_token_id, unit - 1))
+        goals = [(-100, -1)] * (len(opening) - 1) + said
+        tokens = opening + [token for token, _ in said[:-1]]
+        line += [(token, branch, i, *goal) for i, (token, goal) in enumerate(zip(tokens, goals, strict=True))]
+    return line
 
 
 _known: dict[str, list[int]] = {}
 
 
-def _encoder(words: PreTrainedTokenizerFast):
+def _encoder(words: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
     def encode(text: str) -> list[int]:
         if text not in _known:
             _known[text] = words(text, add_special_tokens=False)["input_ids"]

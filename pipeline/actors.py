@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import warnings
 from collections.abc import Iterator
@@ -20,9 +21,6 @@ from std_core.engine import Engine
 from std_core.types import Draft, Request, Result
 
 NO_PIXELS = np.empty((0, 0, 0, 3), np.uint8)
-
-# frames lie in the object store's shared memory, read-only; nobody writes to them
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 @ray.remote(num_cpus=1, num_returns=2, max_retries=0)
@@ -45,6 +43,8 @@ class EngineActor:
     """
 
     def __init__(self, model: str, settings: dict[str, Any]):
+        # frames lie in the object store's shared memory, read-only; nobody writes to them
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self.engine = Engine(model_path(model), **settings)
         self.fed: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
 
@@ -62,4 +62,14 @@ class EngineActor:
 
     def run(self, draft: Draft | None) -> Iterator[Result]:
         """Results as rows finish, until what was fed before `end` is answered."""
-        yield from self.engine.run(iter(self.fed.get, None), draft)
+        while (first := self.fed.get()) is not None:
+            yield from self.engine.run(itertools.chain([first], self._in_line()), draft)
+
+    def _in_line(self) -> Iterator[Request]:
+        """What is in line now. The engine would wait for more with its rows standing still, and for ever where the
+        driver in turn waits for a row to free memory: it is told that this was all, and started again on the rest."""
+        while not self.fed.empty():
+            if (request := self.fed.get()) is None:
+                self.fed.put(None)  # for `run` to see
+                return
+            yield request

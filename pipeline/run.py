@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,12 +46,15 @@ def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: i
         settings |= {"dtype": job.dtype, "max_num_seqs": job.max_num_seqs}
         engine = EngineActor.options(**options).remote(job.model, settings)  # type: ignore[attr-defined]
         line = _Line(job, max_model_len, emit, engine, engine.run.remote(draft), _videos(waves))
-        while not line.finished:
-            line.admit()
-            line.step()
-            line.progress()
-            if stopped:
-                raise RunError(f"stopped by {signal.Signals(stopped[0]).name}; {RESUMES}")
+        try:
+            while not line.finished:
+                line.admit()
+                line.step()
+                line.progress()
+                if stopped:
+                    raise RunError(f"stopped by {signal.Signals(stopped[0]).name}; {RESUMES}")
+        finally:
+            ray.kill(engine)  # else its resources stay taken for as long as anything here still names it
         return line.decoded
 
 
@@ -91,6 +95,7 @@ class _Line:
     seated: dict[str, tuple[Planned, _Video]] = field(default_factory=dict)
     nbytes: int = 0  # of frames that are decoding or held
     decoded: int = 0
+    fed: int = 0  # videos that the engine has taken
     answered: int = 0
     ended: bool = False
     finished: bool = False
@@ -130,6 +135,7 @@ class _Line:
             elif reference in self.feeding:
                 self.feeding.remove(reference)
                 _from_engine(reference)
+                self.fed += 1
             else:
                 self._take_result()
 
@@ -176,7 +182,8 @@ class _Line:
         if time.monotonic() - self.told < PROGRESS and not self.finished:
             return
         self.told = time.monotonic()
-        places = [(len(self.decoding), "videos decoding"), (len(self.seated), "requests in the engine")]
+        engine = "waiting for the engine to start" if self.feeding and not self.fed else "in the engine"
+        places = [(len(self.decoding), "videos decoding"), (len(self.seated), f"requests {engine}")]
         where = ", ".join(f"{count} {what}" for count, what in places if count) or "nothing left"
         seconds, megabytes = self.told - self.began, self.nbytes / 1e6
         line = f"[{seconds:.0f} s] {self.answered} answered; {where}; {megabytes:.0f} MB of frames"
@@ -236,6 +243,8 @@ def _start(job: Job) -> None:
         submitted = "working_dir" in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
         ray.init(runtime_env=None if submitted else {"working_dir": str(ROOT)}, **quiet)
         return
+    # a key of this cluster's own; Ray would leave one in the home folder, and the user's own clusters then ask for it
+    os.environ.setdefault("RAY_AUTH_TOKEN", uuid.uuid4().hex)
     # inherited by the processes that Ray starts, which find this checkout through it
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     cores = len(os.sched_getaffinity(0))

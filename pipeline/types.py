@@ -1,6 +1,7 @@
 """The records that travel through the pipeline, and who fills them: the command line (`FrameOptions`), the manifest
-(`Item`), the probe (`VideoInfo`), the plan (`FramePlan`, `Wave`), the frames stage (`Frames`). A failure of one request
-is a `RequestError` with one of the output contract's codes; a `UsageError` ends a run before it starts (exit code 2)."""
+(`Item`), the probe (`VideoInfo`), the plan (`FramePlan`, `Wave`), the frames stage (`Frames`). A failure of one
+request is a `RequestError` with one of the output contract's codes; a `UsageError` ends a run before it starts (exit
+code 2)."""
 
 from __future__ import annotations
 
@@ -10,12 +11,43 @@ import numpy as np
 
 from std_core.types import RequestError
 
-__all__ = ["ERROR_CODES", "FrameOptions", "FramePlan", "Frames", "Item", "Planned", "RequestError", "RunError", "UsageError", "VideoInfo", "Wave"]
+__all__ = [
+    "ERROR_CODES",
+    "FrameOptions",
+    "FramePlan",
+    "Frames",
+    "Item",
+    "Planned",
+    "RequestError",
+    "RunError",
+    "UsageError",
+    "VideoInfo",
+    "Wave",
+]
 
 ERROR_CODES = frozenset(
-    "not_found access_denied storage_error empty_file not_a_video no_video_stream zero_frames truncated_file decode_error "
-    "decode_timeout decode_crashed too_large too_few_frames context_too_long invalid_request placeholder_mismatch "
-    "nan_logits out_of_memory worker_killed engine_timeout".split()
+    {
+        "not_found",
+        "access_denied",
+        "storage_error",
+        "empty_file",
+        "not_a_video",
+        "no_video_stream",
+        "zero_frames",
+        "truncated_file",
+        "decode_error",
+        "decode_timeout",
+        "decode_crashed",
+        "too_large",
+        "too_few_frames",
+        "context_too_long",
+        "invalid_request",
+        "placeholder_mismatch",
+        "nan_logits",
+        "out_of_memory",
+        "worker_killed",
+        "engine_timeout",
+    }
 )
 
 

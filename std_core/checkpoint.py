@@ -100,7 +100,7 @@ class Checkpoint:
                 return_tensors="pt",
                 return_mm_token_type_ids=True,
             )
-        except (ValueError, IndexError, StopIteration) as error:
+        except (ValueError, IndexError, StopIteration, RuntimeError) as error:
             raise RequestError("invalid_request", f"the model's processor refused the request: {error}") from error
         return Inputs(fed["input_ids"], fed["mm_token_type_ids"], fed["pixel_values_videos"], fed["video_grid_thw"])
 

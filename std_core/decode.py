@@ -27,8 +27,9 @@ class Slots:
 
     @classmethod
     def empty(cls, model: Model, count: int) -> Slots:
-        zeros = [torch.zeros(count, dtype=torch.long, device=model.device) for _ in range(5)]
-        return cls(model.new_cache(count), model.new_cache(count), *zeros, torch.zeros_like(zeros[0], dtype=torch.bool))
+        length, draft_length, position, last, left = torch.zeros(5, count, dtype=torch.long, device=model.device)
+        active = torch.zeros(count, dtype=torch.bool, device=model.device)
+        return cls(model.new_cache(count), model.new_cache(count), length, draft_length, position, last, left, active)
 
 
 @dataclass(frozen=True)

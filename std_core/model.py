@@ -49,7 +49,7 @@ class Model:
         if not hf._supports_attention_backend:
             raise ValueError(f"model {checkpoint.path!r} ({checkpoint.config.model_type}) has an attention of its own")
         hf.set_attn_implementation({"text_config": ATTENTION, "vision_config": "sdpa"})
-        self.hf = hf.to(device).eval()
+        self.hf = hf.to(device).eval()  # type: ignore[arg-type]
         self.decoder, self.head = hf.get_decoder(), hf.get_output_embeddings()
         self.embedding = hf.get_input_embeddings()
         text = hf.config.get_text_config()
@@ -90,7 +90,7 @@ class Model:
         if len(inputs.visual) != len(features):
             raise RequestError(
                 "placeholder_mismatch",
-                f"the prompt has {len(inputs.visual)} places for visual tokens and the vision tower gave {len(features)}",
+                f"the prompt has {len(inputs.visual)} places for visual tokens, the vision tower gave {len(features)}",
             )
         embeds = self.embedding(ids)
         embeds = embeds.masked_scatter((inputs.types != 0).to(self.device)[..., None], features.to(embeds.dtype))

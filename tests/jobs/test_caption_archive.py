@@ -90,14 +90,15 @@ def test_dense_and_std_write_the_same_with_memory_for_one_video_at_a_time(
     assert texts_of(tmp_path / "std") == texts_of(tmp_path / "dense")
     assert (dense["requests"], dense["errors"], dense["kv_keep"]) == (6, 0, 1.0)
     assert {row["draft"] for row in read(str(tmp_path / "dense")).to_pylist()} == {"dense"}
-    assert len(list((tmp_path / "dense").glob("part-*.parquet"))) == 3
+    assert len(list((tmp_path / "dense").glob("part-*.parquet"))) >= 3
 
 
 def test_failures_are_retried_on_demand(run: Any, archive: Path, tmp_path: Path) -> None:
-    failed = run(archive, tmp_path / "out", "--decode-timeout", "0.0001")
-    assert (failed["requests"], failed["errors"]) == (6, 6)
-    assert {row["error_code"] for row in rows_of(tmp_path / "out").values()} == {"decode_timeout"}
-    assert run(archive, tmp_path / "out")["new"] == 0
+    failed = run(archive, tmp_path / "out", "--max-model-len", "20")
+    assert (failed["requests"], failed["errors"], failed["videos_decoded"]) == (6, 6, 0)
+    assert {row["error_code"] for row in rows_of(tmp_path / "out").values()} == {"context_too_long"}
+    again = run(archive, tmp_path / "out")
+    assert (again["requests"], again["errors"], again["new"]) == (6, 6, 0)
     retried = run(archive, tmp_path / "out", "--retry-failed")
     assert (retried["requests"], retried["new"], retried["errors"]) == (6, 6, 0)
     assert pyarrow.dataset.dataset(sorted((tmp_path / "out").glob("part-*.parquet"))).count_rows() == 6
@@ -189,7 +190,7 @@ def test_killed_half_way_and_run_again_every_request_has_one_row(
     driver.wait()
     begun = read(str(output)).num_rows
     assert 3 <= begun < 24
-    again = subprocess.run(words, capture_output=True, text=True, check=True)
+    again = subprocess.run([*words, "--max-num-seqs", "8"], capture_output=True, text=True, check=True)
     summary = json.loads(again.stdout.splitlines()[-1])
     assert (summary["requests"], summary["errors"], summary["new"]) == (24, 0, 24 - begun)
     ids = read(str(output))["request_id"].to_pylist()

@@ -75,7 +75,7 @@ def write_clips(folder: Path) -> dict[str, tuple[world.Scene, ...]]:
     folder.mkdir(parents=True)
     stories = {}
     for number, scenes in enumerate(SCENES):
-        name = f"clip-{number:02}-{scenes}-scenes.mp4"
+        name = f"clip-{number:02}.mp4"
         stories[name], file = world.write_clip(SEED + number, scenes)
         (folder / name).write_bytes(file)
     return stories

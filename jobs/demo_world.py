@@ -190,6 +190,7 @@ def encode(frames: np.ndarray, rate: int, codec: str = "libx264", container: str
         stream: Any = out.add_stream(codec, rate=rate, options={"crf": "20"} if codec == "libx264" else {})
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt, stream.time_base = "yuv420p", Fraction(1, rate)
+        stream.codec_context.thread_count = 1  # with more the bytes differ from run to run
         for image in frames:
             out.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
         out.mux(stream.encode())

@@ -201,11 +201,12 @@ def _expected(hint: Any) -> str:
 
 
 def _parser(hints: dict[str, Any], prog: str, cls: type[Any] = Job) -> ArgumentParser:
+    frames = {f.name: "which frames are looked at, by Qwen's name" for f in fields(FrameOptions)}
     known = {f.name: f for f in (*fields(cls), *fields(FrameOptions))}
     parser = ArgumentParser(prog=prog, exit_on_error=False)
     for name, hint in hints.items():
         told = known.get(name)
-        text = told.metadata.get("help", "frames, as Qwen names it") if told else "YAML file with any of these flags"
+        text = told.metadata.get("help", frames.get(name)) if told else "YAML file with any of these flags"
         default = None if told is None or told.default is MISSING else told.default
         many: dict[str, Any] = {"action": "append"} if get_origin(hint) is tuple else {"default": default}
         parser.add_argument(_hyphened(name), dest=name, type=str if many.get("action") else hint, help=text, **many)

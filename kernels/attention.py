@@ -1,49 +1,156 @@
-"""Attention of a few new tokens per row over caches of different lengths.
+"""Attention of a few new tokens per row over two segments: a prefix that rows may share, and the row's own entries.
 
-    ragged_attention(query, key, value, lengths, scale) -> output
+    attend_rows(query, own, lengths, prefix, groups, scale) -> output
+    attend_chunk(query, past, new, scale) -> output, logsumexp
 
-query: (B, query heads, T, d), the T newest tokens of each row; key, value: (B, KV heads, S, d), caches that already
-hold those T tokens; lengths: (B,), entries before them. Token t of row b sees the entries [0, lengths[b] + t].
-Output: (B, query heads, T, d).
+`attend_rows` is the decode step: T = 1..32 tokens of every row, ragged. `attend_chunk` is a chunk of one prompt's
+prefill. Each segment is attended by itself and gives its log-sum-exp; the two are merged by it. The query heads of a KV
+head, and the rows of a prefix, are packed into one product, so keys and values are read once for all of them.
 
-`reference` is the definition in plain sums; `cpu` packs the query heads of a KV head together, so that keys and values
-are read once for all of them.
+Shapes: query (B, query heads, T, d); a segment is its keys and values, (rows or prefixes, KV heads, capacity, d), of
+which the first `lengths` entries count. Token t of row b sees its whole prefix and its own entries [0, lengths[b] + t].
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-import torch.nn.functional as F
+
+Segment = tuple[torch.Tensor, torch.Tensor]  # keys, values
 
 
-def reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, scale: float
+@dataclass(frozen=True)
+class Groups:
+    """Which row stands where under which prefix. P prefixes, R rows at most under one of them; a place that no row
+    takes repeats row 0, whose result there is never read."""
+
+    lengths: torch.Tensor  # (P,) entries of each prefix
+    members: torch.Tensor  # (P, R) rows
+    prefix: torch.Tensor  # (B,) each row's prefix, -1 for none
+    rank: torch.Tensor  # (B,) and its place under it
+
+    @classmethod
+    def of(cls, prefix_of_row: list[int], lengths: list[int], device: str | torch.device = "cpu") -> Groups:
+        """From each row's prefix (-1 for none) and each prefix's length, both known to the host."""
+        count, rank = [0] * len(lengths), [0] * len(prefix_of_row)
+        for row, prefix in enumerate(prefix_of_row):
+            if prefix >= 0:
+                rank[row] = count[prefix]
+                count[prefix] += 1
+        used = max(prefix_of_row) + 1
+        members = torch.zeros(used, max(count, default=0), dtype=torch.long)
+        for row, prefix in enumerate(prefix_of_row):
+            if prefix >= 0:
+                members[prefix, rank[row]] = row
+        tensors = torch.tensor(lengths[:used]), members, torch.tensor(prefix_of_row), torch.tensor(rank)
+        return cls(*(x.to(device) for x in tensors))
+
+
+def attend_rows(
+    query: torch.Tensor,
+    own: Segment,
+    lengths: torch.Tensor,
+    prefix: Segment | None,
+    groups: Groups | None,
+    scale: float,
 ) -> torch.Tensor:
-    """The definition, row by row in float64; for tests."""
-    out = torch.empty(query.shape, dtype=torch.float64)
-    group = query.shape[1] // key.shape[1]
-    for b in range(query.shape[0]):
-        for head in range(query.shape[1]):
-            for t in range(query.shape[2]):
-                seen = int(lengths[b]) + t + 1
-                k, v = (x[b, head // group, :seen].double() for x in (key, value))
-                out[b, head, t] = ((k @ query[b, head, t].double()) * scale).softmax(0) @ v
-    return out
-
-
-def cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, scale: float
-) -> torch.Tensor:
+    """(B, query heads, T, d); `own` already holds the T new tokens, `lengths` (B,) counts what lies before them."""
     rows, heads, width, dim = query.shape
-    kv_heads = key.shape[1]
-    used = int(lengths.max()) + width
+    kv_heads = own[0].shape[1]
     packed = query.reshape(rows, kv_heads, heads // kv_heads * width, dim)
-    last = lengths[:, None] + torch.arange(width, device=lengths.device)  # (B, T): the newest entry each token sees
-    sees = torch.arange(used, device=lengths.device) <= last.repeat(1, heads // kv_heads)[..., None]
-    out = F.scaled_dot_product_attention(
-        packed, key[:, :, :used], value[:, :, :used], attn_mask=sees[:, None], scale=scale
-    )
+    newest = lengths[:, None] + torch.arange(width, device=query.device)  # (B, T): the last entry each token sees
+    out, lse = _masked(packed, own, newest.repeat(1, heads // kv_heads), scale)
+    if prefix is not None and groups is not None and len(groups.members):
+        count, share = groups.members.shape
+        grouped = packed[groups.members].transpose(1, 2).reshape(count, kv_heads, -1, dim)
+        last = (groups.lengths - 1)[:, None].expand(-1, grouped.shape[2])
+        part = [
+            x.view(count, kv_heads, share, -1, *x.shape[3:])[groups.prefix.clamp(min=0), :, groups.rank]
+            for x in _masked(grouped, (prefix[0][:count], prefix[1][:count]), last, scale)
+        ]
+        seen = part[1].masked_fill((groups.prefix < 0)[:, None, None], float("-inf"))
+        out, _ = merge((out, lse), (part[0], seen))
     return out.reshape(rows, heads, width, dim)
 
 
-ragged_attention = cpu
+def attend_chunk(
+    query: torch.Tensor, past: list[Segment], new: Segment, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """T tokens of one prompt: all of `past`, and `new` (the chunk itself) causally.
+
+    Returns:
+        (1, query heads, T, d), and the log-sum-exp of all scores, (1, query heads, T) float32.
+    """
+    heads, kv_heads = query.shape[1], new[0].shape[1]
+    key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in new)
+    merged = flash(query, key, value, None, scale, causal=True)
+    for segment in past:
+        if segment[0].shape[2]:
+            packed = query.reshape(1, kv_heads, -1, query.shape[3])
+            out, lse = flash(packed, *segment, None, scale)
+            merged = merge(merged, (out.reshape(query.shape), lse.reshape(query.shape[:3])))
+    return merged
+
+
+def merge(one: Segment, other: Segment) -> Segment:
+    """Two partial attentions, (…, d) with their log-sum-exps (…), as if it had been one softmax. A part that saw
+    nothing has a log-sum-exp of -inf."""
+    (a, la), (b, lb) = one, other
+    lse = torch.logaddexp(la, lb)
+    return a * (la - lse).exp()[..., None].to(a.dtype) + b * (lb - lse).exp()[..., None].to(b.dtype), lse
+
+
+def _masked(query: torch.Tensor, segment: Segment, last: torch.Tensor, scale: float) -> Segment:
+    """query (N, KV heads, M, d) over the entries [0, last] of a segment; last: (N, M), -1 where there are none."""
+    used = int(last.max()) + 1
+    sees = torch.arange(max(used, 1), device=query.device) <= last[..., None]
+    bias = torch.zeros(sees.shape, dtype=query.dtype, device=query.device).masked_fill_(~sees, float("-inf"))
+    out, lse = flash(query, segment[0][:, :, : max(used, 1)], segment[1][:, :, : max(used, 1)], bias[:, None], scale)
+    return out, lse.masked_fill((last < 0)[:, None], float("-inf"))
+
+
+def flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    causal: bool = False,
+) -> Segment:
+    """One segment's attention and its log-sum-exp: on a CPU PyTorch's fused kernel, whose public function keeps the
+    latter to itself; elsewhere the plain products."""
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    if causal:
+        bias = torch.full(scores.shape[-2:], float("-inf"), device=query.device).triu(1)
+    scores = scores if bias is None else scores + bias
+    logsumexp = scores.logsumexp(-1)
+    weights = (scores - logsumexp[..., None]).exp().nan_to_num(0.0)  # nothing seen: nothing taken
+    return weights.to(value.dtype) @ value, logsumexp
+
+
+def reference_rows(
+    query: torch.Tensor,
+    own: Segment,
+    lengths: torch.Tensor,
+    prefix: Segment | None,
+    groups: Groups | None,
+    scale: float,
+) -> torch.Tensor:
+    """The definition of `attend_rows`, one softmax per row, head and token, in float64; for tests."""
+    out = torch.empty(query.shape, dtype=torch.float64)
+    share = query.shape[1] // own[0].shape[1]
+    for b in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            for t in range(query.shape[2]):
+                k, v = (x[b, head // share, : int(lengths[b]) + t + 1].double() for x in own)
+                if prefix is not None and groups is not None and groups.prefix[b] >= 0:
+                    p = int(groups.prefix[b])
+                    pk, pv = (x[p, head // share, : int(groups.lengths[p])].double() for x in prefix)
+                    k, v = torch.cat([pk, k]), torch.cat([pv, v])
+                out[b, head, t] = ((k @ query[b, head, t].double()) * scale).softmax(0) @ v
+    return out

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import warnings
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ class EngineActor:
     def __init__(self, model: str, settings: dict[str, Any]):
         # frames lie in the object store's shared memory, read-only; nobody writes to them
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self.engine = Engine(model_path(model), **settings)
+        self.engine = Engine.load(model_path(model), **settings)
         self.fed: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
 
     @ray.method(concurrency_group="feed")
@@ -62,14 +61,17 @@ class EngineActor:
 
     def run(self, draft: Draft | None) -> Iterator[Result]:
         """Results as rows finish, until what was fed before `end` is answered."""
-        while (first := self.fed.get()) is not None:
-            yield from self.engine.run(itertools.chain([first], self._in_line()), draft)
+        yield from self.engine.run(self._line(), draft)
 
-    def _in_line(self) -> Iterator[Request]:
-        """What is in line now. The engine would wait for more with its rows standing still, and for ever where the
-        driver in turn waits for a row to free memory: it is told that this was all, and started again on the rest."""
-        while not self.fed.empty():
-            if (request := self.fed.get()) is None:
-                self.fed.put(None)  # for `run` to see
+    def _line(self) -> Iterator[Request | None]:
+        """What is in line; None while nothing is, so that the engine's rows go on meanwhile (the driver may be waiting
+        for one of them to free memory)."""
+        while True:
+            try:
+                request = self.fed.get_nowait()
+            except queue.Empty:
+                yield None
+                continue
+            if request is None:
                 return
             yield request

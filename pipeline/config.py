@@ -18,7 +18,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from pipeline.types import FrameOptions, UsageError
-from std_core.types import Draft
+from std_core.types import Draft, Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -50,6 +50,13 @@ class Job:
     question_column: str = _flag("", "the manifest's column of questions; default: question or prompt")
     frames: FrameOptions = field(default_factory=FrameOptions)
     max_tokens: int = _flag(256, "tokens written at most")
+    min_tokens: int = _flag(0, "tokens written before the text may end")
+    temperature: float | None = _flag(None, "0 is greedy; default: as the model's generation configuration has it")
+    top_p: float | None = _flag(None, "draw from the likeliest tokens of this mass; default as above")
+    top_k: int | None = _flag(None, "draw from so many tokens; default as above")
+    repetition_penalty: float | None = _flag(None, "above 1 against repetition; default as above")
+    seed: int | None = _flag(None, "of texts that are drawn: the same again on every run; without one they are not")
+    stop: tuple[str, ...] = _flag((), "text at which the output ends; may be given several times")
     max_num_seqs: int = _flag(8, "rows that decode together in an engine")
     max_model_len: int | None = _flag(None, "prompt, visual tokens and text together at most; default: the model's own")
     dtype: Literal["float32", "bfloat16"] = _flag("float32", "of weights and cache")
@@ -62,13 +69,22 @@ class Job:
     rows_per_part: int = _flag(512, "rows in a Parquet part at most")
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_num_seqs", "rows_per_part", "max_model_len", "limit", "max_bytes_in_flight"):
+        for name in ("max_num_seqs", "rows_per_part", "max_model_len", "limit", "max_bytes_in_flight"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{_hyphened(name)} is {value}: at least 1 is needed")
         if not 0 <= self.max_error_fraction <= 1:
             raise UsageError(f"--max-error-fraction is {self.max_error_fraction}: a share between 0 and 1 is needed")
         if not self.decode_timeout > 0:
             raise UsageError(f"--decode-timeout is {self.decode_timeout}: seconds above 0 are needed")
+        try:
+            _ = self.sampling
+        except ValueError as error:
+            raise UsageError(f"--{str(error).replace('_', '-', 1)}") from error
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen, in one record."""
+        return Sampling(**{f.name: getattr(self, f.name) for f in fields(Sampling) if hasattr(self, f.name)})
 
 
 def parse_job(argv: Sequence[str], prog: str, without: Sequence[str] = (), needs: Sequence[str] = ("input",)) -> Job:

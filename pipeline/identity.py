@@ -45,7 +45,7 @@ def request_id(
         "prompt": prompt,
         "model": [model_revision, dtype],
         "frames": _set(asdict(frames)),
-        "sampling": _set(asdict(sampling)),
+        "sampling": {"max_tokens": sampling.max_tokens} | _changed(sampling),
         "preprocessing": PREPROCESSING_VERSION,
         "row": occurrence if given_id is None else [given_id, occurrence],
     }
@@ -53,6 +53,12 @@ def request_id(
         content["sparse"] = _set(sparse)
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(canonical.encode("ascii"), digest_size=16).hexdigest()
+
+
+def _changed(sampling: Sampling) -> dict[str, object]:
+    """What is not as it is by default, so that a new option leaves old identities alone."""
+    usual = asdict(Sampling())
+    return _set({name: value for name, value in asdict(sampling).items() if value != usual[name]})
 
 
 def _set(options: Mapping[str, object]) -> dict[str, object]:

@@ -18,7 +18,6 @@ from pipeline.sampling import plan_frames
 from pipeline.schedule import plan
 from pipeline.types import Item, Planned, RequestError, UsageError, VideoInfo, Wave
 from std_core.checkpoint import Checkpoint
-from std_core.types import Sampling
 
 POOL = 50_000  # requests that are planned at once
 LOOKS = 16  # videos whose headers are read at the same time
@@ -78,7 +77,7 @@ class Requests:
             prompt=item.prompt,
             model_revision=self.revision,
             frames=self.job.frames,
-            sampling=Sampling(self.job.max_tokens),
+            sampling=self.job.sampling,
             dtype=self.job.dtype,
             given_id=item.given_id,
             occurrence=item.occurrence,

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from pipeline.actors import EngineActor, decode_video
 from pipeline.config import ROOT, Job
 from pipeline.types import Frames, Planned, RequestError, RunError, Wave
-from std_core.types import Draft, Request, Result, Sampling
+from std_core.types import Draft, Request, Result
 
 AHEAD = 2  # × max_num_seqs requests decoded or decoding before an engine's slots
 PROGRESS = 5.0  # s between two lines on standard error
@@ -156,7 +156,7 @@ class _Line:
 
     def _request(self, planned: Planned, fps: float) -> Request:
         room = self.max_model_len - planned.context
-        sampling = Sampling(max_tokens=min(self.job.max_tokens, room))
+        sampling = replace(self.job.sampling, max_tokens=min(self.job.max_tokens, room))
         return Request(planned.request_id, planned.item.prompt, None, planned.info.uri, fps, sampling)
 
     def _take_result(self) -> None:

@@ -1,7 +1,8 @@
-"""Keys and values of all slots, lengths per row, and what attention does with them in prefill and in a step.
+"""Keys and values, and what attention does with them in prefill and in a decode step.
 
-An object of this file is handed to the model as the keyword `kv` and arrives at the attention function, which calls
-its `attend`. Keys are kept after rotation, so entries that are gathered keep their true positions.
+There are three stores of one kind: prefixes (what several questions on one video share), the rows' own entries, and
+the draft's view of a row. An object with `attend` is handed to the model as the keyword `kv` and arrives at the
+attention function in each layer. Keys are kept after rotation, so gathered entries keep their true positions.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from std_core.kernels.attention import ragged_attention
+from std_core.kernels.attention import Groups, Segment, attend_chunk, attend_rows
 from std_core.kernels.gather import gather_entries
 from std_core.kernels.mass import attention_mass
 
@@ -19,10 +20,10 @@ BLOCK = 256  # entries; caches grow by whole blocks
 
 
 class Cache:
-    """(layers) × (slots, KV heads, capacity, head size), keys and values; grows, never shrinks."""
+    """(layers) × (rows, KV heads, capacity, head size), keys and values; grows, never shrinks."""
 
-    def __init__(self, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str):
-        self.key = [torch.zeros(slots, kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
+    def __init__(self, layers: int, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str):
+        self.key = [torch.zeros(rows, kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
         self.value = [torch.zeros_like(k) for k in self.key]
 
     @property
@@ -37,10 +38,17 @@ class Cache:
                 for layer, old in enumerate(store):
                     store[layer] = F.pad(old, (0, 0, 0, more))
 
-    def fill(self, layer: int, row: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes a row from its start; key and value: (KV heads, n, head size)."""
-        self.key[layer][row, :, : key.shape[1]] = key
-        self.value[layer][row, :, : value.shape[1]] = value
+    def layer(self, layer: int) -> Segment:
+        return self.key[layer], self.value[layer]
+
+    def row(self, layer: int, row: int, length: int) -> Segment:
+        """Of one row its first `length` entries, (1, KV heads, length, head size)."""
+        return self.key[layer][row : row + 1, :, :length], self.value[layer][row : row + 1, :, :length]
+
+    def fill(self, layer: int, row: int, at: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Writes entries of one row from place `at` on; key and value: (KV heads, n, head size)."""
+        self.key[layer][row, :, at : at + key.shape[1]] = key
+        self.value[layer][row, :, at : at + value.shape[1]] = value
 
     def write(self, layer: int, lengths: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Writes T entries per row behind `lengths` (B,); key and value: (B, KV heads, T, head size)."""
@@ -51,56 +59,63 @@ class Cache:
 
 
 @dataclass
-class PrefillStep:
-    """One prompt into one slot. Gathers the mass of attention that the text behind the video gives to visual tokens.
+class ChunkStep:
+    """A chunk of one prompt, behind the `at` entries that `row` of `store` has already, and behind a prefix if given.
 
-    `visual`: (m_v,) places of the visual tokens; `text`: m_t, tokens behind the last of them.
+    `visual`: places in the prefix of its visual tokens, if the attention that the chunk gives them is to be gathered.
     """
 
-    cache: Cache
+    store: Cache
     row: int
-    visual: torch.Tensor
-    text: int
+    at: int
+    prefix: tuple[Cache, int, int] | None = None  # store, row, length
+    visual: torch.Tensor | None = None
     mass: list[torch.Tensor] = field(default_factory=list)  # per layer (KV heads, m_v)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        self.cache.fill(layer, self.row, key[0], value[0])
-        if len(self.visual):
-            self.mass.append(attention_mass(query[0, :, -self.text :], key[0], self.visual, scale))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        past = [self.store.row(layer, self.row, self.at)]
+        if self.prefix is not None:
+            store, row, length = self.prefix
+            past.append(store.row(layer, row, length))
+        out, logsumexp = attend_chunk(query, past, (key, value), scale)
+        self.store.fill(layer, self.row, self.at, key[0], value[0])
+        if self.visual is not None:
+            looked_at = past[-1][0][0][:, self.visual]
+            self.mass.append(attention_mass(query[0], looked_at, logsumexp[0], scale))
+        return out
 
 
 @dataclass
-class DecodeStep:
-    """T tokens of every row behind its `lengths`. `mirror` is a second cache, with lengths of its own, that gets the
-    same entries: a verification overwrites what the draft had written with what the full model computed (else a draft
-    that keeps everything would still drift away from it)."""
+class RowsStep:
+    """T tokens of every row behind its `lengths`, and behind its prefix if there is one.
 
-    cache: Cache
+    `mirror` is a second store, with lengths of its own, that gets the same entries: a verification overwrites what the
+    draft had written with what the full model computed (else a draft that keeps everything would drift away from it).
+    """
+
+    own: Cache
     lengths: torch.Tensor
+    prefix: Cache | None = None
+    groups: Groups | None = None
     mirror: tuple[Cache, torch.Tensor] | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        self.cache.write(layer, self.lengths, key, value)
+        self.own.write(layer, self.lengths, key, value)
         if self.mirror is not None:
             self.mirror[0].write(layer, self.mirror[1], key, value)
-        return ragged_attention(query, self.cache.key[layer], self.cache.value[layer], self.lengths, scale)
+        prefix = self.prefix.layer(layer) if self.prefix is not None else None
+        return attend_rows(query, self.own.layer(layer), self.lengths, prefix, self.groups, scale)
 
 
-def copy_selection(
-    full: Cache, draft: Cache, row: int, layer: int, visual: torch.Tensor, chosen: torch.Tensor, length: int
-) -> int:
-    """Fills a row of the draft's cache with the chosen visual entries, then all text; returns the entries it holds.
+def gather_view(draft: Cache, row: int, layer: int, prefix: Segment, kept: torch.Tensor, own: Segment) -> int:
+    """Fills a draft's row with the kept entries of a prefix and all of the row's own; returns the entries it holds.
 
-    `visual`: (m_v,) places of visual tokens in the prompt; `chosen`: (KV heads, K) among them; `length`: the prompt's.
+    prefix, own: (1, KV heads, n, head size); kept: (KV heads, K) places in the prefix.
     """
-    is_text = torch.ones(length, dtype=torch.bool, device=visual.device)
-    is_text[visual] = False
-    text = is_text.nonzero()[:, 0].expand(chosen.shape[0], -1)
-    kept = torch.cat([visual[chosen], text], dim=1)
-    draft.fill(layer, row, gather_entries(full.key[layer][row], kept), gather_entries(full.value[layer][row], kept))
-    return kept.shape[1]
+    draft.fill(layer, row, 0, *(gather_entries(x[0], kept) for x in prefix))
+    draft.fill(layer, row, kept.shape[1], *(x[0] for x in own))
+    return kept.shape[1] + own[0].shape[2]

@@ -18,19 +18,35 @@ from std_core.types import Geometry, Request, RequestError
 WHOLE = 64 << 20  # bytes; files above it enter a folder's hash by size, first and last MiB
 
 
+TAIL = 64  # of a prompt without visual tokens: what lies before its last 64 takes their part in a selection
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """What the model is fed for one request; batch of 1."""
+    """What the model is fed for one request; batch of 1. Patches: (patches, channels × temporal patch × patch²); grids:
+    (videos or images, 3), temporal, height, width in patches."""
 
     ids: torch.Tensor  # (1, n)
     types: torch.Tensor  # (1, n): 0 text, 1 image, 2 video
-    patches: torch.Tensor | None  # (patches, channels × temporal patch × patch²)
-    grid: torch.Tensor | None  # (videos, 3): temporal, height, width in patches
+    video_patches: torch.Tensor | None = None
+    video_grid: torch.Tensor | None = None
+    image_patches: torch.Tensor | None = None
+    image_grid: torch.Tensor | None = None
 
     @property
     def visual(self) -> torch.Tensor:
         """(m_v,) places of visual tokens."""
         return self.types[0].nonzero()[:, 0]
+
+    @property
+    def cut(self) -> int:
+        """Length of the prefix that other questions can share: up to the last visual token, or all but the tail."""
+        return int(self.visual[-1]) + 1 if len(self.visual) else max(0, self.ids.shape[1] - TAIL)
+
+    @property
+    def selectable(self) -> torch.Tensor:
+        """Places in the prefix that a draft may leave out."""
+        return self.visual if len(self.visual) else torch.arange(self.cut)
 
 
 class Checkpoint:
@@ -70,11 +86,13 @@ class Checkpoint:
         """The window: prompt, visual tokens and what is written, together."""
         return int(self.config.get_text_config().max_position_embeddings)
 
-    def render(self, prompt: str) -> str:
-        """The chat template around a prompt with one video before it."""
-        content = [{"type": "video"}, {"type": "text", "text": prompt}]
+    def render(self, prompt: str, videos: int = 1, images: int = 0) -> str:
+        """The chat template around a prompt with its videos, then its images, before it."""
+        shown = [{"type": "video"}] * videos + [{"type": "image"}] * images
         return self.processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": [*shown, {"type": "text", "text": prompt}]}],
+            add_generation_prompt=True,
+            tokenize=False,
         )
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - one object per process, prompts repeat
@@ -89,12 +107,20 @@ class Checkpoint:
             RequestError: `invalid_request` where the processor does not take it (a prompt that itself contains the
                 placeholder, frames of a size that it can't cut).
         """
-        if request.frames is None or request.frames.ndim != 4:
-            raise RequestError("invalid_request", f"request {request.request_id} has no frames")
+        videos = (*([] if request.frames is None else [request.frames]), *request.videos)
+        if not videos and not request.images:
+            raise RequestError("invalid_request", f"request {request.request_id} has neither frames nor images")
+        if any(v.ndim != 4 for v in videos) or any(i.ndim != 3 for i in request.images):
+            raise RequestError("invalid_request", "a video is (T, height, width, 3) and an image (height, width, 3)")
+        fed: dict[str, list[torch.Tensor]] = {}
+        if videos:
+            fed |= {"videos": [v.permute(0, 3, 1, 2) for v in videos]}
+        if request.images:
+            fed |= {"images": [i.permute(2, 0, 1) for i in request.images]}
         try:
-            fed = self.processor(
-                text=[self.render(request.prompt)],
-                videos=[request.frames.permute(0, 3, 1, 2)],
+            out = self.processor(
+                text=[self.render(request.prompt, len(videos), len(request.images))],
+                **fed,
                 do_resize=False,
                 do_sample_frames=False,
                 return_tensors="pt",
@@ -102,7 +128,14 @@ class Checkpoint:
             )
         except (ValueError, IndexError, StopIteration, RuntimeError) as error:
             raise RequestError("invalid_request", f"the model's processor refused the request: {error}") from error
-        return Inputs(fed["input_ids"], fed["mm_token_type_ids"], fed["pixel_values_videos"], fed["video_grid_thw"])
+        return Inputs(
+            out["input_ids"],
+            out["mm_token_type_ids"],
+            out.get("pixel_values_videos"),
+            out.get("video_grid_thw"),
+            out.get("pixel_values"),
+            out.get("image_grid_thw"),
+        )
 
     def decode(self, ids: list[int]) -> str:
         return self.processor.tokenizer.decode(ids, skip_special_tokens=True)

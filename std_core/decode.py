@@ -6,91 +6,188 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from std_core.accept import accept_greedy
-from std_core.cache import Cache, DecodeStep
+from std_core.accept import accept_equal, accept_sampled
+from std_core.cache import Cache, RowsStep
+from std_core.kernels.attention import Groups
 from std_core.model import Model
+from std_core.sampling import Draws, Rule, bend, choose
 
 
 @dataclass
 class Slots:
-    """The rows that decode together; filled by the engine at admission, moved on by `decode_round`. All (slots,)."""
+    """The rows that decode together. Filled by the engine at admission, moved on by `decode_round`."""
 
-    full: Cache
-    draft: Cache
-    length: torch.Tensor  # entries in the full cache
-    draft_length: torch.Tensor  # entries in the draft's cache
-    position: torch.Tensor  # M-RoPE position of the row's last token
-    last: torch.Tensor  # its newest token, not yet in a cache
-    left: torch.Tensor  # tokens it may still write
-    active: torch.Tensor  # bool
+    prefix: Cache  # what questions on one video share
+    own: Cache  # each row's entries behind it
+    draft: Cache  # the draft's view of each row
+    length: torch.Tensor  # (B,) entries in `own`
+    draft_length: torch.Tensor  # (B,) entries in `draft`
+    position: torch.Tensor  # (B,) M-RoPE position of the row's last token
+    total: torch.Tensor  # (B,) tokens of prompt and output
+    written: torch.Tensor  # (B,) tokens of the output
+    left: torch.Tensor  # (B,) tokens it may still write
+    active: torch.Tensor  # (B,) bool
+    history: torch.Tensor  # (B, capacity) ids of prompt, output and, behind them, the draft under way
+    stop_ids: torch.Tensor  # (B, n) padded with -1
+    rules: list[Rule | None]
+    draws: Draws
+    groups: Groups
+    generator: torch.Generator
+    vocabulary: int
 
     @classmethod
-    def empty(cls, model: Model, count: int) -> Slots:
-        length, draft_length, position, last, left = torch.zeros(5, count, dtype=torch.long, device=model.device)
-        active = torch.zeros(count, dtype=torch.bool, device=model.device)
-        return cls(model.new_cache(count), model.new_cache(count), length, draft_length, position, last, left, active)
+    def empty(cls, model: Model, count: int, generator: torch.Generator) -> Slots:
+        length, draft_length, position, total, written, left = torch.zeros(
+            6, count, dtype=torch.long, device=model.device
+        )
+        rules: list[Rule | None] = [None] * count
+        return cls(
+            model.new_cache(count),
+            model.new_cache(count),
+            model.new_cache(count),
+            length,
+            draft_length,
+            position,
+            total,
+            written,
+            left,
+            active=torch.zeros(count, dtype=torch.bool, device=model.device),
+            history=torch.zeros(count, 0, dtype=torch.long, device=model.device),
+            stop_ids=torch.full((count, 1), -1, device=model.device),
+            rules=rules,
+            draws=Draws.of(rules, generator),
+            groups=Groups.of([-1] * count, [], model.device),
+            generator=generator,
+            vocabulary=model.vocabulary,
+        )
+
+    @property
+    def last(self) -> torch.Tensor:
+        """(B, 1) the newest token of each row, whose entry is in no cache yet."""
+        return self.history.gather(1, (self.total - 1).clamp(min=0)[:, None])
+
+    def reserve(self, width: int, drafts: bool) -> None:
+        """Room for a round of `width` tokens; rejected ones and those of finished rows are written too."""
+        self.own.reserve(int(self.length.max()) + width)
+        if drafts:
+            self.draft.reserve(int(self.draft_length.max()) + width)
+        self.reserve_history(int(self.total.max()) + width)
+
+    def reserve_history(self, tokens: int) -> None:
+        if (short := tokens - self.history.shape[1]) > 0:
+            self.history = F.pad(self.history, (0, short + 256))
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """γ tokens per row, and the distribution they were drawn from where some row needs it."""
+
+    tokens: torch.Tensor  # (B, γ)
+    q: torch.Tensor | None = None  # (B, γ, vocabulary)
 
 
 @dataclass(frozen=True)
 class Round:
     """What a round gave each row."""
 
-    tokens: torch.Tensor  # (slots, γ + 1); the first `kept` of a row are its new tokens
-    kept: torch.Tensor  # (slots,)
-    accepted: torch.Tensor  # (slots,) drafted tokens among them
-    proposed: torch.Tensor  # (slots,) drafted tokens that had a chance: what lies behind a row's end does not count
-    stopped: torch.Tensor  # (slots,) bool: the last of them is a stop id
-    broken: torch.Tensor  # (slots,) bool: the full model gave no finite logits
+    tokens: torch.Tensor  # (B, γ + 1); the first `kept` of a row are its new tokens
+    kept: torch.Tensor  # (B,)
+    accepted: torch.Tensor  # (B,) drafted tokens among them
+    proposed: torch.Tensor  # (B,) drafted tokens that had a chance: what lies behind a row's end does not count
+    stopped: torch.Tensor  # (B,) bool: the last of them is a stop id
+    broken: torch.Tensor  # (B,) bool: the full model gave no finite logits
 
 
 @torch.inference_mode()
-def decode_round(model: Model, slots: Slots, gamma: int, stop_ids: torch.Tensor) -> Round:
-    """Moves all active rows on by 1 to γ + 1 tokens; γ = 0 is the dense step."""
-    slots.full.reserve(int(slots.length.max()) + gamma + 1)
-    if gamma:
-        slots.draft.reserve(int(slots.draft_length.max()) + gamma + 1)
-    drafted = draft(model, slots, gamma)
-    target, broken = verify(model, slots, drafted)
-    accepted = accept_greedy(drafted, target)
-    return commit(slots, target, accepted, stop_ids, broken)
+def decode_round(model: Model, slots: Slots, policy: str, gamma: int) -> Round:
+    """Moves all active rows on by 1 to γ + 1 tokens.
+
+    Args:
+        policy: `ngram` looks drafts up in the row's own text; all others ask the model on the draft's view.
+        gamma: γ; 0 is the dense step.
+    """
+    slots.reserve(gamma + 1, drafts=policy != "ngram" and gamma > 0)
+    drafted = look_up(slots, gamma) if policy == "ngram" else draft(model, slots, gamma)
+    scores, broken = verify(model, slots, drafted.tokens)
+    tokens, accepted = accept(slots, drafted, scores)
+    return commit(slots, tokens, accepted, broken)
 
 
-def draft(model: Model, slots: Slots, gamma: int) -> torch.Tensor:
-    """(slots, γ) tokens that the sparse view of the model would write."""
-    tokens = [slots.last[:, None]]
+def draft(model: Model, slots: Slots, gamma: int) -> Drafted:
+    """γ tokens per row that the sparse view of the model would write."""
+    token, tokens, q = slots.last, [], []
     for i in range(gamma):
-        kv = DecodeStep(slots.draft, slots.draft_length + i)
-        logits = model.step(tokens[-1], slots.position[:, None] + i, kv)
-        tokens.append(logits[:, -1:].argmax(-1))
-    return torch.cat(tokens, dim=1)[:, 1:]
+        logits = model.step(token, slots.position[:, None] + i, RowsStep(slots.draft, slots.draft_length + i))
+        scores = bend(logits, slots.rules, slots.history, slots.total + i)
+        token = choose(scores, slots.draws, slots.written[:, None] + i)
+        slots.history.scatter_(1, (slots.total + i)[:, None], token)
+        tokens.append(token)
+        if slots.draws.fresh:
+            q.append(scores.softmax(-1))
+    return Drafted(torch.cat([slots.last[:, :0], *tokens], dim=1), torch.cat(q, dim=1) if q else None)
+
+
+def look_up(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
+    """Prompt lookup: what followed the newest earlier appearance of the row's last words. Longer matches go first; a
+    row without any drafts its last token again."""
+    places = torch.arange(slots.history.shape[1], device=slots.history.device)
+    best = torch.full_like(slots.total, -1)
+    for n in range(1, longest + 1):
+        matches = (places >= n - 1) & (places < slots.total[:, None] - 1) & (slots.total[:, None] > n)
+        for back in range(n):
+            word = slots.history.gather(1, (slots.total - 1 - back).clamp(min=0)[:, None])
+            matches = matches & (slots.history.roll(back, dims=1) == word)
+        newest = torch.where(matches, places, -1).amax(1)
+        best = torch.where(newest >= 0, newest, best)
+    at = best[:, None] + 1 + torch.arange(gamma, device=places.device)
+    # a match near the end continues into what it has itself just proposed: repeat from the match on
+    period = (slots.total - 1 - best)[:, None].clamp(min=1)
+    at = torch.where(at < slots.total[:, None], at, best[:, None] + 1 + (at - best[:, None] - 1) % period)
+    tokens = torch.where(best[:, None] >= 0, slots.history.gather(1, at.clamp(min=0)), slots.last)
+    slots.history.scatter_(1, slots.total[:, None] + torch.arange(gamma, device=places.device), tokens)
+    if not slots.draws.fresh:
+        return Drafted(tokens)
+    return Drafted(tokens, F.one_hot(tokens, slots.vocabulary).float())
 
 
 def verify(model: Model, slots: Slots, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The full model's choice after the last token and after each drafted one, (slots, γ + 1), in one step; and which
-    rows got no finite logits."""
-    tokens = torch.cat([slots.last[:, None], drafted], dim=1)
+    """The full model's scores after the last token and after each drafted one, (B, γ + 1, vocabulary), in one step; and
+    which rows got no finite ones."""
+    tokens = torch.cat([slots.last, drafted], dim=1)
     positions = slots.position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-    mirror = (slots.draft, slots.draft_length) if drafted.shape[1] else None
-    logits = model.step(tokens, positions, DecodeStep(slots.full, slots.length, mirror))
-    return logits.argmax(-1), ~logits.isfinite().all(-1).all(-1)
+    mirror = (slots.draft, slots.draft_length) if slots.draft.capacity else None
+    kv = RowsStep(slots.own, slots.length, slots.prefix, slots.groups, mirror)
+    logits = model.step(tokens, positions, kv)
+    broken = ~logits.isfinite().all(-1).all(-1)
+    return bend(logits, slots.rules, slots.history, slots.total), broken
 
 
-def commit(
-    slots: Slots, target: torch.Tensor, accepted: torch.Tensor, stop_ids: torch.Tensor, broken: torch.Tensor
-) -> Round:
+def accept(slots: Slots, drafted: Drafted, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (B, γ + 1) of which the first n + 1 are the round's, and n (B,)."""
+    places = slots.written[:, None] + torch.arange(scores.shape[1], device=scores.device)
+    tokens = choose(scores, slots.draws, places)
+    accepted = accept_equal(drafted.tokens, tokens)
+    if slots.draws.fresh and drafted.q is not None:
+        p = scores.softmax(-1).nan_to_num(nan=1.0)  # a broken row draws anything and is ended by the engine
+        n, drawn = accept_sampled(drafted.tokens, drafted.q.nan_to_num(nan=1.0), p, slots.generator)
+        tokens = torch.where(slots.draws.unseeded[:, None], drawn, tokens)
+        accepted = torch.where(slots.draws.unseeded, n, accepted)
+    return tokens, accepted
+
+
+def commit(slots: Slots, tokens: torch.Tensor, accepted: torch.Tensor, broken: torch.Tensor) -> Round:
     """Lengths move up by what is kept: the confirmed tokens and the bonus, cut at a stop id and at the row's limit.
     What a rejected token had written lies behind the length and is overwritten."""
-    places = torch.arange(target.shape[1], device=target.device)
-    stops = torch.isin(target, stop_ids) & (places <= accepted[:, None])
-    first_stop = torch.where(stops.any(1), stops.long().argmax(1), target.shape[1])
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    stops = (tokens[..., None] == slots.stop_ids[:, None]).any(-1) & (places <= accepted[:, None])
+    first_stop = torch.where(stops.any(1), stops.long().argmax(1), tokens.shape[1])
     kept = torch.minimum(torch.minimum(accepted, first_stop) + 1, slots.left) * slots.active
-    stopped = (first_stop < kept) & slots.active
-    slots.length += kept
-    slots.draft_length += kept
-    slots.position += kept
+    slots.history.scatter_(1, slots.total[:, None] + places, tokens)
+    for count in (slots.length, slots.draft_length, slots.position, slots.total, slots.written):
+        count += kept
     slots.left -= kept
-    newest = target.gather(1, (kept - 1).clamp(min=0)[:, None])[:, 0]
-    slots.last = torch.where(slots.active, newest, slots.last)
-    proposed = torch.where(kept <= accepted, kept, target.shape[1] - 1)
-    return Round(target, kept, torch.minimum(accepted, kept), proposed, stopped, broken & slots.active)
+    proposed = torch.where(kept <= accepted, kept, tokens.shape[1] - 1)
+    stopped = (first_stop < kept) & slots.active
+    return Round(tokens, kept, torch.minimum(accepted, kept), proposed, stopped, broken & slots.active)

@@ -1,4 +1,4 @@
-"""A Hugging Face model as it is, behind four verbs: see, place, prefill, step.
+"""A Hugging Face model as it is, behind a few verbs: see, place, embed, extend, step.
 
 Its attention is ours through `AttentionInterface`; vision tower, merging of placeholders and M-RoPE index stay its
 own. Positions are always passed: what the model remembers of them (`rope_deltas`) is stale as soon as requests
@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForImageTextToText
+from transformers import AttentionInterface
 
-from std_core.cache import Cache, DecodeStep, PrefillStep
-from std_core.checkpoint import Checkpoint, Inputs
+from std_core.cache import Cache, ChunkStep, RowsStep
+from std_core.checkpoint import Inputs
 from std_core.types import RequestError
 
 ATTENTION = "std_core"
@@ -26,7 +26,7 @@ def _attend(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
-    kv: PrefillStep | DecodeStep,
+    kv: ChunkStep | RowsStep,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each layer: (B, heads, T, d) in, (B, T, heads, d) out."""
@@ -37,71 +37,87 @@ AttentionInterface.register(ATTENTION, _attend)
 
 
 class Model:
-    """Weights on a device, in one dtype.
+    """A loaded Hugging Face model, driven by our caches; the model object itself is changed in nothing but the name of
+    its attention.
 
-    Raises ValueError where the checkpoint's architecture is none that `AttentionInterface` reaches.
+    Raises ValueError where its architecture is none that `AttentionInterface` reaches, or has attention that our caches
+    do not know (sliding windows, linear attention).
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str, device: str):
-        hf = AutoModelForImageTextToText.from_pretrained(
-            checkpoint.path, dtype=getattr(torch, dtype), use_safetensors=True
-        )
+    def __init__(self, hf: Any):
+        text = hf.config.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+        name = f"model of type {hf.config.model_type}"
         if not hf._supports_attention_backend:
-            raise ValueError(f"model {checkpoint.path!r} ({checkpoint.config.model_type}) has an attention of its own")
-        hf.set_attn_implementation({"text_config": ATTENTION, "vision_config": "sdpa"})
-        self.hf = hf.to(device).eval()  # type: ignore[arg-type]
+            raise ValueError(f"{name} has an attention of its own, which cannot be driven")
+        if kinds != {"full_attention"}:
+            raise ValueError(f"{name} has layers of {', '.join(sorted(kinds - {'full_attention'}))}; all must be full")
+        self.vision = hasattr(hf.config, "vision_config")
+        names = {"text_config": ATTENTION, "vision_config": "sdpa"} if self.vision else ATTENTION
+        hf.set_attn_implementation(names)
+        self.hf = hf.eval()
         self.decoder, self.head = hf.get_decoder(), hf.get_output_embeddings()
         self.embedding = hf.get_input_embeddings()
-        text = hf.config.get_text_config()
         self.layers, self.kv_heads = text.num_hidden_layers, text.num_key_value_heads
         self.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        self.dtype, self.device = getattr(torch, dtype), device
+        self.vocabulary = self.head.out_features
+        self.dtype, self.device = self.embedding.weight.dtype, self.embedding.weight.device
 
-    @property
-    def stop_ids(self) -> list[int]:
-        """Ids that end a text, as the checkpoint's generation configuration has them."""
-        eos = self.hf.generation_config.eos_token_id
-        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-    def new_cache(self, slots: int) -> Cache:
-        return Cache(self.layers, slots, self.kv_heads, self.head_dim, self.dtype, self.device)
+    def new_cache(self, rows: int) -> Cache:
+        return Cache(self.layers, rows, self.kv_heads, self.head_dim, self.dtype, self.device)
 
     def see(self, inputs: Inputs) -> torch.Tensor:
-        """The vision tower: (m_v, hidden) features of all visual tokens."""
-        assert inputs.patches is not None and inputs.grid is not None
-        out = self.hf.model.get_video_features(inputs.patches.to(self.device), inputs.grid.to(self.device))
-        return torch.cat(list(out.pooler_output))
+        """The vision tower: (m_v, hidden) features of all visual tokens, in the order of their places."""
+        features = torch.empty(len(inputs.visual), self.embedding.embedding_dim, dtype=self.dtype, device=self.device)
+        kinds = inputs.types[0][inputs.types[0] != 0].to(self.device)
+        for kind, look, patches, grid in (
+            (1, "get_image_features", inputs.image_patches, inputs.image_grid),
+            (2, "get_video_features", inputs.video_patches, inputs.video_grid),
+        ):
+            if patches is None or grid is None:
+                continue
+            seen = torch.cat(list(getattr(self.hf, look)(patches.to(self.device), grid.to(self.device)).pooler_output))
+            places = int((kinds == kind).sum())
+            if len(seen) != places:
+                why = f"the prompt has {places} places for visual tokens, the vision tower gave {len(seen)}"
+                raise RequestError("placeholder_mismatch", why)
+            features[kinds == kind] = seen.to(self.dtype)
+        return features
 
     def place(self, inputs: Inputs) -> tuple[torch.Tensor, int]:
-        """Positions (3, 1, n) of a prompt, and that of the first token behind it, which is one past the last one's own
-        (as `generate` has it), not past the largest."""
-        positions, _ = self.hf.model.get_rope_index(
-            inputs.ids, mm_token_type_ids=inputs.types, video_grid_thw=inputs.grid
-        )
+        """Positions (1 or 3, 1, n) of a prompt, and that of the first token behind it, which is one past the last one's
+        own (as `generate` has it), not past the largest."""
+        if len(inputs.visual):
+            positions, _ = self.hf.model.get_rope_index(
+                inputs.ids,
+                mm_token_type_ids=inputs.types,
+                image_grid_thw=inputs.image_grid,
+                video_grid_thw=inputs.video_grid,
+            )
+        else:
+            positions = torch.arange(inputs.ids.shape[1])[None, None]
         return positions.to(self.device), int(positions[..., -1].max()) + 1
 
-    def prefill(self, inputs: Inputs, features: torch.Tensor, positions: torch.Tensor, kv: PrefillStep) -> torch.Tensor:
-        """Logits (vocabulary,) behind the prompt.
-
-        Raises:
-            RequestError: `placeholder_mismatch`, where the prompt has another number of visual places than features.
-        """
-        ids = inputs.ids.to(self.device)
-        if len(inputs.visual) != len(features):
-            raise RequestError(
-                "placeholder_mismatch",
-                f"the prompt has {len(inputs.visual)} places for visual tokens, the vision tower gave {len(features)}",
-            )
+    def embed(
+        self, ids: torch.Tensor, types: torch.Tensor | None = None, features: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(1, n, hidden): ids (1, n), with features at the places whose type is not 0."""
         embeds = self.embedding(ids)
-        embeds = embeds.masked_scatter((inputs.types != 0).to(self.device)[..., None], features.to(embeds.dtype))
-        hidden = self._decode(embeds, positions, kv)
-        return self.head(hidden[0, -1])
+        if types is None or features is None:
+            return embeds
+        return embeds.masked_scatter((types != 0).to(self.device)[..., None], features)
 
-    def step(self, tokens: torch.Tensor, positions: torch.Tensor, kv: DecodeStep) -> torch.Tensor:
+    def extend(self, embeds: torch.Tensor, positions: torch.Tensor, kv: ChunkStep) -> torch.Tensor:
+        """Logits (vocabulary,) behind a chunk of a prompt."""
+        return self.head(self._decode(embeds, positions, kv)[0, -1])
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, kv: RowsStep) -> torch.Tensor:
         """Logits (B, T, vocabulary) behind each of `tokens` (B, T) at `positions` (B, T)."""
         return self.head(self._decode(self.embedding(tokens), positions, kv))
 
-    def _decode(self, embeds: torch.Tensor, positions: torch.Tensor, kv: PrefillStep | DecodeStep) -> torch.Tensor:
+    def _decode(self, embeds: torch.Tensor, positions: torch.Tensor, kv: ChunkStep | RowsStep) -> torch.Tensor:
+        if positions.ndim == 3 and len(positions) == 1:
+            positions = positions[0]
         return self.decoder(
             inputs_embeds=embeds, position_ids=positions, attention_mask=None, use_cache=False, kv=kv
         ).last_hidden_state

@@ -18,6 +18,8 @@ def select(draft: Draft, mass: torch.Tensor, layer: int, row_seed: int) -> torch
         (KV heads, K) places among the row's visual tokens, ascending.
     """
     budget = draft.budget(mass.shape[1])
+    if draft.policy == "window":
+        return _window(mass, budget, draft.sinks)
     return POLICIES[draft.policy](mass, budget, (draft.seed * 1_000_003 + row_seed) * 1_009 + layer).sort(dim=1).values
 
 
@@ -30,6 +32,13 @@ def _random(mass: torch.Tensor, budget: int, seed: int) -> torch.Tensor:
     """The control: uniform, without replacement, per layer and KV head."""
     drawn = torch.rand(mass.shape, generator=torch.Generator().manual_seed(seed))
     return drawn.topk(budget, dim=1).indices.to(mass.device)
+
+
+def _window(mass: torch.Tensor, budget: int, sinks: int) -> torch.Tensor:
+    """Attention sinks and the newest entries (Streaming, the baseline of all three papers)."""
+    first = min(sinks, budget)
+    places = torch.arange(mass.shape[1], device=mass.device)
+    return torch.cat([places[:first], places[len(places) - (budget - first) :]]).expand(mass.shape[0], -1)
 
 
 def _full(mass: torch.Tensor, budget: int, seed: int) -> torch.Tensor:

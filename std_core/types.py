@@ -1,5 +1,5 @@
 """The records that cross the decoding core's border. Filled by: the caller (`Request`, `Sampling`, `Draft`), the
-checkpoint (`Geometry`), the engine (`Result`)."""
+checkpoint (`Geometry`), the engine (`Result`, `Counters`)."""
 
 from __future__ import annotations
 
@@ -47,9 +47,41 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the full model's next token is chosen. Greedy for now."""
+    """How the full model's next token is chosen. What is None is as the checkpoint's generation configuration has it.
+
+    Args:
+        max_tokens, min_tokens: bounds of what is written; no stop before `min_tokens`.
+        temperature: 0 is greedy.
+        top_p, top_k, repetition_penalty: as transformers' processors of those names do it.
+        seed: a text that depends on nothing but the model, the request and this number; without one a draw is fresh.
+        stop: texts at whose first appearance the output ends; they are not part of it.
+        stop_token_ids: ids that end the output besides the checkpoint's own.
+    """
 
     max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, low, what in (
+            ("max_tokens", 1, "at least 1"),
+            ("min_tokens", 0, "0 or more"),
+            ("top_k", 0, "0 or more"),
+        ):
+            if (value := getattr(self, name)) is not None and value < low:
+                raise ValueError(f"{name} is {value}: {what} is needed")
+        if self.temperature is not None and not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}: 0 (greedy) or above is needed")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: above 0 and at most 1 is needed")
+        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: above 0 is needed")
 
 
 @dataclass(frozen=True)
@@ -57,17 +89,20 @@ class Draft:
     """What the draft sees, and for how long it drafts before the full model verifies.
 
     Args:
-        policy: `std` (top-K by text-to-visual attention), `random` (uniform, the control), `full` (everything).
+        policy: `std` (top-K by text-to-visual attention), `window` (sinks and the newest), `random` (uniform, the
+            control), `full` (everything), `ngram` (prompt lookup: no model, the newest words' earlier continuation).
         keep: kept share of the visual entries per layer and KV head, in (0, 1]; used where `k` is None.
         k: kept visual entries per layer and KV head.
         gamma: γ, tokens drafted per round.
-        seed: of the `random` policy.
+        sinks: of `window`, entries kept from the start.
+        seed: of `random`.
     """
 
-    policy: Literal["std", "random", "full"] = "std"
+    policy: Literal["std", "window", "random", "full", "ngram"] = "std"
     keep: float = 0.2
     k: int | None = None
     gamma: int = 5
+    sinks: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,23 +112,34 @@ class Draft:
             raise ValueError(f"k is {self.k}: at least one visual entry has to be kept")
         if self.gamma < 1:
             raise ValueError(f"gamma is {self.gamma}: a round drafts at least one token")
+        if self.sinks < 0:
+            raise ValueError(f"sinks is {self.sinks}: 0 or more is needed")
 
     def budget(self, visual: int) -> int:
         """Visual entries kept of `visual`; never more than there are."""
         wanted = self.k if self.k is not None else max(1, round(self.keep * visual))
-        return min(visual, wanted)
+        return min(visual, visual if self.policy == "full" else wanted)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt about one video. `video` names what several requests share, so that it is seen and prefilled once."""
+    """One prompt about a video, several, images, or nothing but text.
+
+    Args:
+        frames: (T, height, width, 3) uint8, sides multiples of `Geometry.factor`; one video.
+        videos, images: more of the kind; images are (height, width, 3). Shown in the order frames, videos, images.
+        video: names what several requests share, so that it is seen and prefilled once; empty shares nothing.
+        fps: sampled frames per second, for models whose positions use it.
+    """
 
     request_id: str
     prompt: str
-    frames: torch.Tensor | None  # (T, height, width, 3) uint8, sides multiples of `Geometry.factor`
+    frames: torch.Tensor | None = None
     video: str = ""
-    fps: float = 2.0  # sampled frames per second, for models whose positions use it
+    fps: float = 2.0
     sampling: Sampling = field(default_factory=Sampling)
+    videos: tuple[torch.Tensor, ...] = ()
+    images: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,3 +161,18 @@ class Result:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     error: RequestError | None = None
+
+
+@dataclass
+class Counters:
+    """What an engine did, since it was made."""
+
+    vision_passes: int = 0
+    prefix_prefills: int = 0
+    chunks: int = 0
+    rounds: int = 0
+    row_rounds: int = 0  # rows that a round moved on, summed over rounds
+
+    def utilisation(self, slots: int) -> float:
+        """Share of the slots that held a row, over all rounds."""
+        return self.row_rounds / (self.rounds * slots) if self.rounds else 0.0

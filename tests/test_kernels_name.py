@@ -25,7 +25,7 @@ from std_core.types import Draft, Request, Sampling
 import std_core.kernels.attention as ours
 assert ours.__file__.startswith({root!r}), ours.__file__
 asked = Request("a", "Describe this video.", torch.zeros(4, 84, 84, 3, dtype=torch.uint8), sampling=Sampling(4))
-(result,) = Engine({model!r}, max_num_seqs=1, threads=1).run([asked], Draft())
+(result,) = Engine.load({model!r}, max_num_seqs=1, threads=1).run([asked], Draft())
 assert result.error is None and result.token_ids
 print("captioned")
 """

@@ -74,7 +74,7 @@ def run(argv: list[str]) -> dict[str, Any]:
         raise UsageError(f"--clips is {flags.clips}: at least 1 is needed")
     began = time.monotonic()
     draft = draft_of(Job(draft=flags.draft, mode=flags.mode))
-    engine = Engine(model_path(flags.model), device=flags.device)
+    engine = Engine.load(model_path(flags.model), device=flags.device)
     truth: dict[str, Asked] = {}
     tally, results = Tally(), []
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ MODEL = ROOT / "conf" / "model" / "demo"
 
 
 def test_drafted_dense_and_hugging_faces_own_tokens_are_the_same(tmp_path: Path) -> None:
-    engine = Engine(str(MODEL), max_num_seqs=8)
+    engine = Engine.load(str(MODEL), max_num_seqs=8)
     requests = []
     for seed in range(20):
         path = tmp_path / f"{seed}.mp4"
@@ -40,8 +40,8 @@ def test_drafted_dense_and_hugging_faces_own_tokens_are_the_same(tmp_path: Path)
             input_ids=fed.ids,
             attention_mask=torch.ones_like(fed.ids),
             mm_token_type_ids=fed.types,
-            pixel_values_videos=fed.patches,
-            video_grid_thw=fed.grid,
+            pixel_values_videos=fed.video_patches,
+            video_grid_thw=fed.video_grid,
             max_new_tokens=256,
             do_sample=False,
         )

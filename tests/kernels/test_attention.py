@@ -5,35 +5,74 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from std_core.kernels import attention
+from std_core.kernels.attention import Groups
 from std_core.kernels.gather import gather_entries
 from std_core.kernels.mass import attention_mass
+
+HEADS = st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)])
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 4),
-    st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]),
+    HEADS,
     st.integers(1, 8),
     st.sampled_from([8, 32, 64]),
-    st.lists(st.integers(0, 90), min_size=4, max_size=4),
-    st.integers(0, 2**31),
+    st.lists(st.integers(0, 60), min_size=4, max_size=4),
+    st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    st.data(),
 )
-def test_ragged_attention_is_its_definition(
-    rows: int, heads: tuple[int, int], width: int, dim: int, lengths: list[int], seed: int
+def test_rows_over_two_segments_are_their_definition(
+    rows: int,
+    heads: tuple[int, int],
+    width: int,
+    dim: int,
+    lengths: list[int],
+    prefixes: list[int],
+    data: st.DataObject,
+) -> None:
+    rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    before = torch.tensor(lengths[:rows])
+    query = torch.randn(rows, heads[0], width, dim, generator=rng)
+    own = tuple(torch.randn(rows, heads[1], int(before.max()) + width + 3, dim, generator=rng) for _ in range(2))
+    shared = tuple(torch.randn(len(prefixes), heads[1], max(prefixes) + 5, dim, generator=rng) for _ in range(2))
+    under = data.draw(st.lists(st.integers(-1, len(prefixes) - 1), min_size=rows, max_size=rows))
+    groups = Groups.of(under, prefixes)
+    want = attention.reference_rows(query, own, before, shared, groups, dim**-0.5)  # type: ignore[arg-type]
+    got = attention.attend_rows(query, own, before, shared, groups, dim**-0.5)  # type: ignore[arg-type]
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    alone = attention.attend_rows(query, own, before, None, None, dim**-0.5)  # type: ignore[arg-type]
+    torch.testing.assert_close(
+        alone.double(),
+        attention.reference_rows(query, own, before, None, None, dim**-0.5),  # type: ignore[arg-type]
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(HEADS, st.integers(1, 20), st.lists(st.integers(0, 40), min_size=0, max_size=2), st.integers(0, 2**31))
+def test_a_chunk_sees_its_past_and_itself_causally(
+    heads: tuple[int, int], width: int, past: list[int], seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    before = torch.tensor(lengths[:rows])
-    capacity = int(before.max()) + width + 3
-    query = torch.randn(rows, heads[0], width, dim, generator=rng)
-    key, value = (torch.randn(rows, heads[1], capacity, dim, generator=rng) for _ in range(2))
-    want = attention.reference(query, key, value, before, dim**-0.5)
-    got = attention.cpu(query, key, value, before, dim**-0.5)
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    query = torch.randn(1, heads[0], width, 16, generator=rng)
+    segments = [tuple(torch.randn(1, heads[1], n, 16, generator=rng) for _ in range(2)) for n in [*past, width]]
+    out, logsumexp = attention.attend_chunk(query, segments[:-1], segments[-1], 0.25)  # type: ignore[arg-type]
+    key, value = (
+        torch.cat([s[i] for s in segments], dim=2).repeat_interleave(heads[0] // heads[1], 1).double() for i in (0, 1)
+    )
+    scores = query.double() @ key.transpose(2, 3) * 0.25
+    scores += torch.full((width, sum(past) + width), float("-inf")).triu(sum(past) + 1)
+    torch.testing.assert_close(logsumexp.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.double(), scores.softmax(-1) @ value, rtol=1e-4, atol=1e-5)
 
 
 def test_an_empty_slot_gives_finite_numbers() -> None:
     query, cache = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8)
-    assert attention.cpu(query, cache, cache, torch.tensor([0, 9]), 0.3).isfinite().all()
+    groups = Groups.of([-1, 0], [0, 0])
+    out = attention.attend_rows(query, (cache, cache), torch.tensor([0, 9]), (cache, cache), groups, 0.3)
+    assert out.isfinite().all()
 
 
 @settings(max_examples=25, deadline=None)
@@ -42,17 +81,18 @@ def test_attention_mass_is_the_mean_over_text_and_the_sum_over_a_group(
     heads: tuple[int, int], text: int, before: int, seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    entries = before + text
-    query, key = torch.randn(heads[0], text, 16, generator=rng), torch.randn(heads[1], entries, 16, generator=rng)
+    query, key = torch.randn(heads[0], text, 16, generator=rng), torch.randn(heads[1], before + text, 16, generator=rng)
     visual = torch.randperm(before, generator=rng)[: max(1, before // 2)].sort().values
     group = heads[0] // heads[1]
     want = torch.zeros(heads[1], len(visual), dtype=torch.float64)
+    logsumexp = torch.empty(heads[0], text)
     for head in range(heads[0]):
         for t in range(text):
-            seen = before + t + 1
-            weights = (key[head // group, :seen].double() @ query[head, t].double() * 0.25).softmax(0)
-            want[head // group] += weights[visual] / text
-    torch.testing.assert_close(attention_mass(query, key, visual, 0.25).double(), want, rtol=1e-4, atol=1e-6)
+            scores = key[head // group, : before + t + 1].double() @ query[head, t].double() * 0.25
+            logsumexp[head, t] = scores.logsumexp(0)
+            want[head // group] += scores.softmax(0)[visual] / text
+    got = attention_mass(query, key[:, visual], logsumexp, 0.25)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
 
 
 def test_gather_takes_other_entries_for_each_head() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipeline import config
 from pipeline.config import Job, draft_of, model_path, parse_job
 from pipeline.types import FrameOptions, UsageError
+from std_core.types import Sampling
 
 AWKWARD = [
     "dt=2025-01-01/",
@@ -108,6 +109,10 @@ def test_hyphens_and_underscores_are_the_same() -> None:
         (["--config", "/nowhere.yaml"], ["/nowhere.yaml"]),
         (["--fps", "-1"], ["fps", "-1"]),
         (["--max-error-fraction", "2"], ["--max-error-fraction"]),
+        (["--temperature", "-1"], ["--temperature", "-1"]),
+        (["--top-p", "0"], ["--top-p", "0"]),
+        (["--repetition-penalty", "0"], ["--repetition-penalty"]),
+        (["--seed", "x"], ["--seed", "'x'"]),
     ],
 )
 def test_wrong_flags_are_named_in_one_sentence(words: list[str], named: list[str]) -> None:
@@ -127,6 +132,13 @@ def test_wrong_files_are_named_in_one_sentence(content: str, tmp_path: Path) -> 
         parse("--config", str(file))
     assert "job.yaml" in str(caught.value) or "--max-tokens" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_sampling_is_what_the_flags_say_and_else_the_checkpoints() -> None:
+    assert parse().sampling == Sampling(256)
+    words = ("--temperature=0.7", "--top-k", "5", "--seed=3", "--stop", "a, b", "--stop=# c", "--min-tokens", "2")
+    wanted = Sampling(256, min_tokens=2, temperature=0.7, top_k=5, seed=3, stop=("a, b", "# c"))
+    assert parse(*words).sampling == wanted
 
 
 def test_a_script_knows_only_its_own_flags() -> None:

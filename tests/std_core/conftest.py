@@ -32,7 +32,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(tiny_model: Path) -> Engine:
-    return Engine(str(tiny_model), max_num_seqs=3)
+    return Engine.load(str(tiny_model), max_num_seqs=3)
 
 
 @pytest.fixture(scope="session")
@@ -55,14 +55,19 @@ def generate(tiny_model: Path) -> Callable[[Engine, Request], list[int]]:
 
     def oracle(engine: Engine, request: Request) -> list[int]:
         fed = engine.checkpoint.inputs(request)
+        shown = {
+            "pixel_values_videos": fed.video_patches,
+            "video_grid_thw": fed.video_grid,
+            "pixel_values": fed.image_patches,
+            "image_grid_thw": fed.image_grid,
+        }
         out = hf.generate(
             input_ids=fed.ids,
             attention_mask=torch.ones_like(fed.ids),
             mm_token_type_ids=fed.types,
-            pixel_values_videos=fed.patches,
-            video_grid_thw=fed.grid,
             max_new_tokens=request.sampling.max_tokens,
             do_sample=False,
+            **{name: tensor for name, tensor in shown.items() if tensor is not None},
         )
         return out[0, fed.ids.shape[1] :].tolist()
 

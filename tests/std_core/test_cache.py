@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from std_core.cache import Cache, copy_selection
+from std_core.cache import Cache, gather_view
 
 SLOTS, HEADS, DIM = 3, 2, 4
 
@@ -16,10 +16,12 @@ def test_writes_land_behind_each_rows_length_and_nowhere_else(
 ) -> None:
     cache = Cache(2, SLOTS, HEADS, DIM, torch.float32, "cpu")
     model = [torch.zeros(HEADS, 0, DIM) for _ in range(SLOTS)]  # layer 1, keys
-    for row, length in fills:
-        cache.reserve(length)
-        model[row] = torch.randn(HEADS, length, DIM)
-        cache.fill(1, row, model[row], model[row] + 1)
+    for row, length in fills:  # chunk by chunk
+        at = model[row].shape[1]
+        cache.reserve(at + length)
+        chunk = torch.randn(HEADS, length, DIM)
+        cache.fill(1, row, at, chunk, chunk + 1)
+        model[row] = torch.cat([model[row], chunk], dim=1)
     for _ in range(data.draw(st.integers(0, 3))):
         width = data.draw(st.integers(1, 5))
         lengths = torch.tensor([m.shape[1] for m in model])
@@ -29,22 +31,24 @@ def test_writes_land_behind_each_rows_length_and_nowhere_else(
         kept = data.draw(st.lists(st.integers(0, width), min_size=SLOTS, max_size=SLOTS))
         model = [torch.cat([m, new[row, :, : kept[row]]], dim=1) for row, m in enumerate(model)]
     for row, m in enumerate(model):
-        assert torch.equal(cache.key[1][row, :, : m.shape[1]], m)
-        assert torch.equal(cache.value[1][row, :, : m.shape[1]], m + 1)
+        key, value = cache.row(1, row, m.shape[1])
+        assert torch.equal(key[0], m)
+        assert torch.equal(value[0], m + 1)
     assert not cache.key[0].any()
 
 
-def test_a_selection_holds_the_chosen_visual_entries_and_all_text() -> None:
-    full, draft = (Cache(1, 2, HEADS, DIM, torch.float32, "cpu") for _ in range(2))
-    full.reserve(10)
-    draft.reserve(10)
+def test_a_view_holds_the_kept_entries_of_the_prefix_and_all_of_the_rows_own() -> None:
+    prefix, own, draft = (Cache(1, 2, HEADS, DIM, torch.float32, "cpu") for _ in range(3))
     entries = torch.arange(HEADS * 10 * DIM, dtype=torch.float32).view(HEADS, 10, DIM)
-    full.fill(0, 1, entries, -entries)
-    visual, chosen = torch.tensor([2, 3, 4, 5, 6]), torch.tensor([[0, 4], [1, 2]])
-    held = copy_selection(full, draft, 1, 0, visual, chosen, length=10)
-    assert held == 7
-    places = torch.tensor([[2, 6, 0, 1, 7, 8, 9], [3, 4, 0, 1, 7, 8, 9]])
+    for cache in (prefix, own, draft):
+        cache.reserve(10)
+    prefix.fill(0, 0, 0, entries, -entries)
+    own.fill(0, 1, 0, entries[:, :3] + 1000, entries[:, :3])
+    kept = torch.tensor([[2, 6], [3, 4]])
+    held = gather_view(draft, 1, 0, prefix.row(0, 0, 7), kept, own.row(0, 1, 3))
+    assert held == 5
     for head in range(HEADS):
-        assert torch.equal(draft.key[0][1, head, :7], entries[head, places[head]])
-        assert torch.equal(draft.value[0][1, head, :7], -entries[head, places[head]])
+        assert torch.equal(draft.key[0][1, head, :2], entries[head, kept[head]])
+        assert torch.equal(draft.value[0][1, head, :2], -entries[head, kept[head]])
+    assert torch.equal(draft.key[0][1, :, 2:5], entries[:, :3] + 1000)
     assert not draft.key[0][0].any()

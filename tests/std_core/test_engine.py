@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from std_core import cache, decode
+from std_core.batch import Batch
 from std_core.engine import Engine
 from std_core.types import Draft, Request, Sampling
 
@@ -17,6 +21,8 @@ POLICIES = {
     "std": Draft("std", keep=0.2, gamma=5),
     "std_k3": Draft("std", k=3, gamma=1),
     "random": Draft("random", keep=0.2, gamma=3),
+    "window": Draft("window", keep=0.2, gamma=4),
+    "ngram": Draft("ngram", gamma=6),
     "full": Draft("full", gamma=7),
 }
 
@@ -42,11 +48,11 @@ def test_a_draft_that_keeps_everything_is_always_accepted(engine: Engine, reques
 def test_it_would_not_be_if_verified_values_did_not_replace_drafted_ones(
     engine: Engine, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Unmirrored(cache.DecodeStep):
-        def __init__(self, full: cache.Cache, lengths: torch.Tensor, mirror: object = None):
-            super().__init__(full, lengths)
+    class Unmirrored(cache.RowsStep):
+        def __init__(self, own: cache.Cache, lengths: torch.Tensor, *rest: object):
+            super().__init__(own, lengths, *rest[:2])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(decode, "DecodeStep", Unmirrored)
+    monkeypatch.setattr(decode, "RowsStep", Unmirrored)
     results = list(engine.run(requests, Draft("full", gamma=4)))
     assert sum(r.accepted for r in results) < sum(r.proposed for r in results)
 
@@ -63,12 +69,8 @@ def test_a_stop_id_inside_a_draft_ends_the_row_there(engine: Engine, requests: l
     tokens = expected[longest]
     stop = next(t for t in tokens[3:] if tokens.index(t) >= 3)
     request = next(r for r in requests if r.request_id == longest)
-    before = engine._stop_ids
-    try:
-        engine._stop_ids = torch.tensor([stop])
-        (result,) = engine.run([request], Draft("full", gamma=12))
-    finally:
-        engine._stop_ids = before
+    sampling = replace(request.sampling, stop_token_ids=(stop,))
+    (result,) = engine.run([replace(request, sampling=sampling)], Draft("full", gamma=12))
     assert result.token_ids == tokens[: tokens.index(stop) + 1]
     assert result.finish_reason == "stop"
 
@@ -117,7 +119,7 @@ def test_bad_requests_fail_alone(engine: Engine, requests: list[Request], expect
 def test_requests_are_taken_only_as_slots_become_free(engine: Engine, requests: list[Request]) -> None:
     taken: list[str] = []
 
-    def source():
+    def source() -> Iterator[Request]:
         for request in requests:
             taken.append(request.request_id)
             yield request
@@ -131,3 +133,140 @@ def test_requests_are_taken_only_as_slots_become_free(engine: Engine, requests: 
 def test_a_limit_of_one_token_is_the_prefill_alone(engine: Engine, requests: list[Request]) -> None:
     (result,) = engine.run([replace(requests[0], sampling=Sampling(1))], Draft())
     assert len(result.token_ids) == 1 and result.rounds == 0 and result.finish_reason == "length"
+
+
+# ------------------------------------------------------------------------------------------------ slots and prefixes
+
+
+def test_questions_on_one_video_share_its_vision_pass_and_its_prefix(tiny_model: Path, requests: list[Request]) -> None:
+    clip = requests[4].frames
+    asked = [Request(f"q{i}", f"What is in scene {i}?", clip, "clip", sampling=Sampling(12)) for i in range(8)]
+    engine = Engine.load(str(tiny_model), max_num_seqs=8)
+    shared = {r.request_id: r for r in engine.run(asked, Draft())}
+    assert (engine.counters.vision_passes, engine.counters.prefix_prefills) == (1, 1)
+    alone = {r.request_id: r for r in engine.run([replace(r, video="") for r in asked], Draft())}
+    assert engine.counters.vision_passes == 9
+    assert {k: r.token_ids for k, r in shared.items()} == {k: r.token_ids for k, r in alone.items()}
+
+
+def test_prefill_in_small_chunks_gives_the_same_tokens(
+    tiny_model: Path, requests: list[Request], expected: dict
+) -> None:
+    engine = Engine.load(str(tiny_model), max_num_seqs=2, prefill_chunk=7)
+    assert {r.request_id: r.token_ids for r in engine.run(requests, Draft())} == expected
+    assert engine.counters.chunks > 7 * len(requests)
+
+
+def test_at_most_one_chunk_runs_between_two_rounds(tiny_model: Path, requests: list[Request]) -> None:
+    engine = Engine.load(str(tiny_model), max_num_seqs=2, prefill_chunk=16)
+    seen: list[str] = []
+    round_of, chunk_of = Batch._round, Batch._chunk
+
+    def chunk(batch: Batch, admission: object) -> object:
+        seen.append("chunk" if any(batch.rows) and "round" in seen else "nobody waits")
+        return chunk_of(batch, admission)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batch, "_round", lambda batch: (seen.append("round"), round_of(batch))[1])
+        patch.setattr(Batch, "_chunk", chunk)
+        list(engine.run(requests, None))
+    assert "chunk chunk" not in " ".join(seen)
+    assert seen.count("chunk") > 10
+
+
+def test_slots_are_refilled_at_once(tiny_model: Path, requests: list[Request]) -> None:
+    rng = random.Random(1)
+    clip = requests[0].frames
+    asked = [Request(str(i), "?", clip, "clip", sampling=Sampling(rng.randint(4, 60))) for i in range(64)]
+    engine = Engine.load(str(tiny_model), max_num_seqs=8)
+    assert len(list(engine.run(asked, None))) == 64
+    assert engine.counters.utilisation(8) >= 0.85
+
+
+def test_rows_go_on_while_no_request_is_ready(engine: Engine, requests: list[Request], expected: dict) -> None:
+    def source() -> Iterator[Request | None]:
+        yield from (None, requests[0], None, None, requests[1])
+        while "r0" not in done:
+            yield None  # for ever, if the rows in the slots did not go on
+        yield requests[2]
+
+    done: dict[str, list[int]] = {}
+    for result in engine.run(source(), Draft()):
+        done[result.request_id] = result.token_ids
+    assert done == {name: expected[name] for name in ("r0", "r1", "r2")}
+
+
+def test_images_and_several_videos_in_one_prompt(
+    engine: Engine, requests: list[Request], generate: Callable[[Engine, Request], list[int]]
+) -> None:
+    a, b = requests[0].frames, requests[2].frames
+    assert a is not None and b is not None
+    for shown in ({"frames": a, "videos": (b,)}, {"images": (a[0], b[0])}, {"frames": b, "images": (a[1],)}):
+        request = Request("mixed", "What is the same?", sampling=Sampling(20), **shown)  # type: ignore[arg-type]
+        for draft in (None, Draft("random", gamma=3)):
+            (result,) = engine.run([request], draft)
+            assert result.token_ids == generate(engine, request)
+
+
+# ------------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "dense"])
+def test_a_seeded_text_is_the_dense_loops_whatever_drafts(engine: Engine, requests: list[Request], policy: str) -> None:
+    sampling = Sampling(24, temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.1)
+    asked = [replace(r, sampling=replace(sampling, seed=i)) for i, r in enumerate(requests)]
+    dense = {r.request_id: r.token_ids for r in engine.run(asked, None)}
+    drafted = {r.request_id: r.token_ids for r in engine.run(reversed(asked), POLICIES[policy])}
+    assert dense == drafted
+    other = [replace(r, sampling=replace(sampling, seed=i + 100)) for i, r in enumerate(requests)]
+    assert {r.request_id: r.token_ids for r in engine.run(other, None)} != dense
+
+
+def test_without_a_seed_rows_of_all_kinds_share_a_batch(
+    engine: Engine, requests: list[Request], expected: dict
+) -> None:
+    drawn = replace(requests[1], sampling=Sampling(30, temperature=1.0))
+    seeded = replace(requests[2], sampling=Sampling(30, temperature=1.0, seed=5))
+    for draft in (Draft(), Draft("ngram"), None):
+        results = {r.request_id: r.token_ids for r in engine.run([requests[0], drawn, seeded], draft)}
+        assert results["r0"] == expected["r0"]
+        assert len(results["r1"]) == 30
+    again = {r.request_id: r.token_ids for r in engine.run([seeded], None)}
+    assert again["r2"] == results["r2"]
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, {"min_new_tokens": 12}])
+def test_processors_are_applied_as_generate_applies_them(
+    engine: Engine, tiny_model: Path, requests: list[Request], settings: dict
+) -> None:
+    hf = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
+    request = requests[3]
+    fed = engine.checkpoint.inputs(request)
+    stops = {"eos_token_id": list(range(60))}  # so that a minimum length has something to hold back
+    out = hf.generate(
+        input_ids=fed.ids,
+        attention_mask=torch.ones_like(fed.ids),
+        mm_token_type_ids=fed.types,
+        pixel_values_videos=fed.video_patches,
+        video_grid_thw=fed.video_grid,
+        max_new_tokens=30,
+        do_sample=False,
+        **settings,
+        **stops,
+    )[0, fed.ids.shape[1] :].tolist()
+    named = {"min_tokens" if k == "min_new_tokens" else k: v for k, v in settings.items()}
+    sampling = Sampling(30, stop_token_ids=tuple(range(60)), **named)
+    for draft in (Draft("random", k=2, gamma=5), Draft("ngram"), None):
+        (result,) = engine.run([replace(request, sampling=sampling)], draft)
+        assert result.token_ids == out
+
+
+def test_a_stop_text_ends_the_output_and_is_no_part_of_it(engine: Engine, requests: list[Request]) -> None:
+    request = replace(requests[5], sampling=Sampling(30))
+    (whole,) = engine.run([request], None)
+    stop = whole.text[8:11]
+    for draft in (Draft("full", gamma=8), None):
+        (result,) = engine.run([replace(request, sampling=Sampling(30, stop=(stop,)))], draft)
+        assert result.text == whole.text[: whole.text.index(stop)]
+        assert result.finish_reason == "stop"
+        assert result.token_ids == whole.token_ids[: len(result.token_ids)]

@@ -5,13 +5,30 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+import torch
 from moto.server import ThreadedMotoServer
 
+import train_demo_model as trainer
+
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained Qwen2-VL of the demo model's shape; with a head of its own it doesn't say one token for ever."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(5)
+    words = trainer.tokenizer()
+    model = trainer.build("demo", words)
+    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    trainer.save(model, words, folder)
+    return folder
 
 
 @dataclass(frozen=True)

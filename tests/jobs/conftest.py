@@ -1,4 +1,4 @@
-"""A small real model, real clips, and one Ray cluster for all tests of jobs."""
+"""Real clips, and one Ray cluster for all tests of jobs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import demo_world as world
-import train_demo_model as trainer
 from pipeline.config import Job
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained Qwen2-VL of the demo model's shape; with a head of its own it doesn't say one token for ever."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(5)
-    words = trainer.tokenizer()
-    model = trainer.build("demo", words)
-    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
-    trainer.save(model, words, folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Small real models for the decoding core, and the clips that are put to them."""
+"""An engine of the untrained model, the clips that are put to it, and the oracle of its answers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 import demo_world as world
-import train_demo_model as trainer
 from std_core.engine import Engine
 from std_core.types import Request, Sampling
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded random Qwen2-VL with the demo model's shape, which never learnt to stop; with a head of its own, since a
-    tied one makes an untrained model say one token for ever."""
-    folder = tmp_path_factory.mktemp("tiny_model")
-    torch.manual_seed(5)
-    words = trainer.tokenizer()
-    model = trainer.build("demo", words)
-    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
-    trainer.save(model, words, folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Trains the demo model: a Qwen2-VL of 2.5 M parameters that captions the world of `jobs/demo_world.py`.
+"""Trains the demo model: a Qwen2-VL of 2.9 M parameters that captions the world of `jobs/demo_world.py`.
 
-    python jobs/train_demo_model.py --output conf/model/demo            # the shipped model, CPU only, seeded
+    python jobs/train_demo_model.py --output conf/model/demo  # CPU only, seeded (the shipped one: README)
 
 Single scenes first; a stage ends when held-out clauses are right, not after a number of steps (a schedule that moves on
 early stalls). One video carries several conversations at once: its caption and some questions, each of which sees the

@@ -1,6 +1,6 @@
 """Attention of a few new tokens per row over two segments: a prefix that rows may share, and the row's own entries.
 
-    attend_rows(query, own, lengths, prefix, groups, scale) -> output
+    attend_rows(query, own, lengths, prefix, groups, scale, fixed) -> output
     attend_chunk(query, past, new, scale) -> output, logsumexp
 
 `attend_rows` is the decode step: T = 1..32 tokens of every row, ragged. `attend_chunk` is a chunk of one prompt's
@@ -9,6 +9,9 @@ head, and the rows of a prefix, are packed into one product, so keys and values 
 
 Shapes: query (B, query heads, T, d); a segment is its keys and values, (rows or prefixes, KV heads, capacity, d), of
 which the first `lengths` entries count. Token t of row b sees its whole prefix and its own entries [0, lengths[b] + t].
+
+With `fixed`, what a row gets is the same bit for bit whatever the other rows are and wherever among its T tokens a
+token stands: segments are read in whole splits of `SPLIT` entries from their start, and no shape depends on lengths.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 Segment = tuple[torch.Tensor, torch.Tensor]  # keys, values
+SPLIT = 512  # entries that are reduced together; PyTorch's CPU kernel has the same number built in
 
 
 @dataclass(frozen=True)
@@ -31,15 +35,18 @@ class Groups:
     rank: torch.Tensor  # (B,) and its place under it
 
     @classmethod
-    def of(cls, prefix_of_row: list[int], lengths: list[int], device: str | torch.device = "cpu") -> Groups:
-        """From each row's prefix (-1 for none) and each prefix's length, both known to the host."""
+    def of(
+        cls, prefix_of_row: list[int], lengths: list[int], device: str | torch.device = "cpu", fixed: bool = False
+    ) -> Groups:
+        """From each row's prefix (-1 for none) and each prefix's length, both known to the host. `fixed`: the shape is
+        the same for all batches without a shared prefix (P is the number of prefixes, taken or not)."""
         count, rank = [0] * len(lengths), [0] * len(prefix_of_row)
         for row, prefix in enumerate(prefix_of_row):
             if prefix >= 0:
                 rank[row] = count[prefix]
                 count[prefix] += 1
-        used = max(prefix_of_row) + 1
-        members = torch.zeros(used, max(count, default=0), dtype=torch.long)
+        used = len(lengths) if fixed else max(prefix_of_row) + 1
+        members = torch.zeros(used, max(count, default=0) or int(fixed), dtype=torch.long)
         for row, prefix in enumerate(prefix_of_row):
             if prefix >= 0:
                 members[prefix, rank[row]] = row
@@ -54,20 +61,21 @@ def attend_rows(
     prefix: Segment | None,
     groups: Groups | None,
     scale: float,
+    fixed: bool = False,
 ) -> torch.Tensor:
     """(B, query heads, T, d); `own` already holds the T new tokens, `lengths` (B,) counts what lies before them."""
     rows, heads, width, dim = query.shape
     kv_heads = own[0].shape[1]
     packed = query.reshape(rows, kv_heads, heads // kv_heads * width, dim)
     newest = lengths[:, None] + torch.arange(width, device=query.device)  # (B, T): the last entry each token sees
-    out, lse = _masked(packed, own, newest.repeat(1, heads // kv_heads), scale)
+    out, lse = _masked(packed, own, newest.repeat(1, heads // kv_heads), scale, fixed)
     if prefix is not None and groups is not None and len(groups.members):
         count, share = groups.members.shape
         grouped = packed[groups.members].transpose(1, 2).reshape(count, kv_heads, -1, dim)
         last = (groups.lengths - 1)[:, None].expand(-1, grouped.shape[2])
         part = [
             x.view(count, kv_heads, share, -1, *x.shape[3:])[groups.prefix.clamp(min=0), :, groups.rank]
-            for x in _masked(grouped, (prefix[0][:count], prefix[1][:count]), last, scale)
+            for x in _masked(grouped, (prefix[0][:count], prefix[1][:count]), last, scale, fixed)
         ]
         seen = part[1].masked_fill((groups.prefix < 0)[:, None, None], float("-inf"))
         out, _ = merge((out, lse), (part[0], seen))
@@ -101,12 +109,14 @@ def merge(one: Segment, other: Segment) -> Segment:
     return a * (la - lse).exp()[..., None].to(a.dtype) + b * (lb - lse).exp()[..., None].to(b.dtype), lse
 
 
-def _masked(query: torch.Tensor, segment: Segment, last: torch.Tensor, scale: float) -> Segment:
+def _masked(query: torch.Tensor, segment: Segment, last: torch.Tensor, scale: float, fixed: bool) -> Segment:
     """query (N, KV heads, M, d) over the entries [0, last] of a segment; last: (N, M), -1 where there are none."""
-    used = int(last.max()) + 1
-    sees = torch.arange(max(used, 1), device=query.device) <= last[..., None]
+    used = max(int(last.max()) + 1, 1)
+    if fixed:  # a split that a row sees nothing of changes no bit of what it has
+        used = -(-used // SPLIT) * SPLIT
+    sees = torch.arange(used, device=query.device) <= last[..., None]
     bias = torch.zeros(sees.shape, dtype=query.dtype, device=query.device).masked_fill_(~sees, float("-inf"))
-    out, lse = flash(query, segment[0][:, :, : max(used, 1)], segment[1][:, :, : max(used, 1)], bias[:, None], scale)
+    out, lse = flash(query, segment[0][:, :, :used], segment[1][:, :, :used], bias[:, None], scale)
     return out, lse.masked_fill((last < 0)[:, None], float("-inf"))
 
 

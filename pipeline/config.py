@@ -60,6 +60,7 @@ class Job:
     max_num_seqs: int = _flag(8, "rows that decode together in an engine")
     max_model_len: int | None = _flag(None, "prompt, visual tokens and text together at most; default: the model's own")
     dtype: Literal["float32", "bfloat16"] = _flag("float32", "of weights and cache")
+    strict: int = _flag(0, "pad verifications to N tokens a row: one text in bfloat16, whatever drafts; 0: don't")
     limit: int | None = _flag(None, "only the first N requests of the input")
     dry_run: bool = _flag(False, "probe and plan only: no frame is decoded, nothing is written")
     retry_failed: bool = _flag(False, "run again what earlier runs left as error rows")
@@ -270,6 +271,8 @@ def draft_of(job: Job) -> Draft | None:
     Raises:
         UsageError: an unknown preset, or values that no draft can have.
     """
+    if job.strict < 0:
+        raise UsageError(f"--strict is {job.strict}: 0, or a number of tokens above γ, is needed")
     if job.mode == "dense":
         return None
     name = "std" if job.draft == "auto" else job.draft
@@ -279,6 +282,9 @@ def draft_of(job: Job) -> Draft | None:
     values = _typed(_read_yaml(CONF / "draft" / f"{name}.yaml", hints), hints, "draft", Draft)
     values |= {key: value for key in ("keep", "k", "gamma") if (value := getattr(job, key)) is not None}
     try:
-        return Draft(**values)
+        draft = Draft(**values)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if job.strict and job.strict <= draft.gamma:
+        raise UsageError(f"--strict is {job.strict}: more than γ = {draft.gamma} tokens are needed")
+    return draft

@@ -43,7 +43,7 @@ def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: i
     """
     with cluster(job), _signals() as stopped:
         options, settings = _share()
-        settings |= {"dtype": job.dtype, "max_num_seqs": job.max_num_seqs}
+        settings |= {"dtype": job.dtype, "max_num_seqs": job.max_num_seqs, "strict": job.strict}
         engine = EngineActor.options(**options).remote(job.model, settings)  # type: ignore[attr-defined]
         line = _Line(job, max_model_len, emit, engine, engine.run.remote(draft), _videos(waves))
         try:

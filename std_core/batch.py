@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,10 +66,12 @@ class Batch:
         self.engine, self.model, self.draft, self.prepare = engine, engine.model, draft, prepare
         count = engine.max_num_seqs
         generator = torch.Generator(self.model.device).manual_seed(engine.seed)
-        self.slots = Slots.empty(self.model, count, generator)
+        self.slots = Slots.empty(self.model, count, generator, engine.strict)
         self.rows: list[_Row | None] = [None] * count
         self.prefixes = [_Prefix() for _ in range(count)]
         self.gamma = draft.gamma if draft else 0
+        if engine.strict and engine.strict <= self.gamma:
+            raise ValueError(f"strict pads to {engine.strict} tokens a row, but γ = {self.gamma} verifies more")
 
     def through(self, waiting: Iterator[Request | None]) -> Iterator[Result]:
         admission: Admission | None = None
@@ -170,7 +172,7 @@ class Batch:
         key = (request.video, inputs.ids[0, :cut].tolist())
         for row, known in enumerate(self.prefixes):
             if request.video and known.key == key:
-                return row, 0.0
+                return self._own_prefix(row), 0.0
         row = self._free_prefix()
         self.prefixes[row] = _Prefix(None, cut)
         began = time.perf_counter()
@@ -191,9 +193,23 @@ class Batch:
         self.prefixes[row] = _Prefix(key, cut, used=engine.counters.prefix_prefills)
         return row, seen - began
 
+    def _own_prefix(self, row: int) -> int:
+        """A known prefix as one more row may use it: under `strict` a copy if it is in use, since rows that share one
+        are attended in another shape than rows that don't."""
+        if not self.engine.strict or row not in self._needed():
+            return row
+        copy, known = self._free_prefix(), self.prefixes[row]
+        for layer in range(self.model.layers):
+            self.slots.prefix.fill(layer, copy, 0, *(x[0] for x in self.slots.prefix.row(layer, row, known.length)))
+        self.prefixes[copy] = replace(known, key=None)
+        return copy
+
+    def _needed(self) -> set[int]:
+        return {row.prefix for row in self.rows if row is not None}
+
     def _free_prefix(self) -> int:
         """A row of the prefix store that no slot needs; the one filled longest ago. There is one: a slot is free."""
-        needed = {row.prefix for row in self.rows if row is not None}
+        needed = self._needed()
         return min((i for i in range(len(self.prefixes)) if i not in needed), key=lambda i: self.prefixes[i].used)
 
     def _select(self, kv: ChunkStep, slot: int, prefix: int, inputs: Inputs) -> int:
@@ -246,7 +262,7 @@ class Batch:
         stops = [[*(rule.stop_ids if rule else ()), *[-1] * most][: max(most, 1)] or [-1] for rule in rules]
         slots.stop_ids = torch.tensor(stops, device=device)
         prefix_of_row = [row.prefix if row is not None else -1 for row in self.rows]
-        slots.groups = Groups.of(prefix_of_row, [p.length for p in self.prefixes], device)
+        slots.groups = Groups.of(prefix_of_row, [p.length for p in self.prefixes], device, bool(self.engine.strict))
 
     # --------------------------------------------------------------------------------------------------- rounds
 

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from std_core.kernels.attention import Groups, Segment, attend_chunk, attend_rows
+from std_core.kernels.attention import SPLIT, Groups, Segment, attend_chunk, attend_rows
 from std_core.kernels.gather import gather_entries
 from std_core.kernels.mass import attention_mass
-
-BLOCK = 256  # entries; caches grow by whole blocks
 
 
 class Cache:
@@ -31,9 +29,9 @@ class Cache:
         return self.key[0].shape[2]
 
     def reserve(self, entries: int) -> None:
-        """Makes room for `entries` per row."""
+        """Makes room for `entries` per row, in whole splits of the attention."""
         if entries > self.capacity:
-            more = -(-entries // BLOCK) * BLOCK - self.capacity
+            more = -(-entries // SPLIT) * SPLIT - self.capacity
             for store in (self.key, self.value):
                 for layer, old in enumerate(store):
                     store[layer] = F.pad(old, (0, 0, 0, more))
@@ -100,6 +98,7 @@ class RowsStep:
     prefix: Cache | None = None
     groups: Groups | None = None
     mirror: tuple[Cache, torch.Tensor] | None = None
+    fixed: bool = False
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -108,7 +107,7 @@ class RowsStep:
         if self.mirror is not None:
             self.mirror[0].write(layer, self.mirror[1], key, value)
         prefix = self.prefix.layer(layer) if self.prefix is not None else None
-        return attend_rows(query, self.own.layer(layer), self.lengths, prefix, self.groups, scale)
+        return attend_rows(query, self.own.layer(layer), self.lengths, prefix, self.groups, scale, self.fixed)
 
 
 def gather_view(draft: Cache, row: int, layer: int, prefix: Segment, kept: torch.Tensor, own: Segment) -> int:

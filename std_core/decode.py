@@ -36,9 +36,10 @@ class Slots:
     groups: Groups
     generator: torch.Generator
     vocabulary: int
+    strict: int = 0  # tokens per row to which every verification is padded, if its shape is to be fixed
 
     @classmethod
-    def empty(cls, model: Model, count: int, generator: torch.Generator) -> Slots:
+    def empty(cls, model: Model, count: int, generator: torch.Generator, strict: int = 0) -> Slots:
         length, draft_length, position, total, written, left = torch.zeros(
             6, count, dtype=torch.long, device=model.device
         )
@@ -61,6 +62,7 @@ class Slots:
             groups=Groups.of([-1] * count, [], model.device),
             generator=generator,
             vocabulary=model.vocabulary,
+            strict=strict,
         )
 
     @property
@@ -108,7 +110,7 @@ def decode_round(model: Model, slots: Slots, policy: str, gamma: int) -> Round:
         policy: `ngram` looks drafts up in the row's own text; all others ask the model on the draft's view.
         gamma: γ; 0 is the dense step.
     """
-    slots.reserve(gamma + 1, drafts=policy != "ngram" and gamma > 0)
+    slots.reserve(max(gamma + 1, slots.strict), drafts=policy != "ngram" and gamma > 0)
     drafted = look_up(slots, gamma) if policy == "ngram" else draft(model, slots, gamma)
     scores, broken = verify(model, slots, drafted.tokens)
     tokens, accepted = accept(slots, drafted, scores)
@@ -156,10 +158,12 @@ def verify(model: Model, slots: Slots, drafted: torch.Tensor) -> tuple[torch.Ten
     """The full model's scores after the last token and after each drafted one, (B, γ + 1, vocabulary), in one step; and
     which rows got no finite ones."""
     tokens = torch.cat([slots.last, drafted], dim=1)
+    width = tokens.shape[1]
+    tokens = F.pad(tokens, (0, max(0, slots.strict - width)))
     positions = slots.position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     mirror = (slots.draft, slots.draft_length) if slots.draft.capacity else None
-    kv = RowsStep(slots.own, slots.length, slots.prefix, slots.groups, mirror)
-    logits = model.step(tokens, positions, kv)
+    kv = RowsStep(slots.own, slots.length, slots.prefix, slots.groups, mirror, fixed=slots.strict > 0)
+    logits = model.step(tokens, positions, kv)[:, :width]
     broken = ~logits.isfinite().all(-1).all(-1)
     return bend(logits, slots.rules, slots.history, slots.total), broken
 

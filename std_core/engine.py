@@ -22,6 +22,9 @@ class Engine:
         max_num_seqs: slots, rows that decode together.
         prefill_chunk: tokens of a prompt that are prefilled between two rounds, at most.
         seed: of draws by requests that sample and have no seed of their own.
+        strict: tokens per row to which every verification is padded; γ must be less. The same bits then come out
+            whatever drafts, γ below it, and who shares the batch, in bfloat16 too: those of the dense loop with the
+            same slots and `strict`. 0: each step as wide as it needs to be.
     """
 
     model: Model
@@ -29,6 +32,7 @@ class Engine:
     max_num_seqs: int = 8
     prefill_chunk: int = 2048
     seed: int = 0
+    strict: int = 0
     counters: Counters = field(default_factory=Counters)
 
     @classmethod

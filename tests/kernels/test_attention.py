@@ -68,6 +68,41 @@ def test_a_chunk_sees_its_past_and_itself_causally(
     torch.testing.assert_close(out.double(), scores.softmax(-1) @ value, rtol=1e-4, atol=1e-5)
 
 
+COUNTS = st.lists(st.integers(0, 700), min_size=4, max_size=4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([torch.bfloat16, torch.float32]), COUNTS, COUNTS, st.permutations(range(4)), st.integers(0, 3))
+def test_fixed_shapes_give_a_token_the_same_bits_in_any_company(
+    dtype: torch.dtype, lengths: list[int], prefixes: list[int], places: list[int], shift: int
+) -> None:
+    """The last token of row 0 alone, and in another slot, at another place of its width, under another row of the
+    prefix store, among rows that see more."""
+    rng = torch.Generator().manual_seed(sum(lengths))
+    query, own, shared = (
+        torch.randn(2, 4, 2 * n, m, 32, generator=rng).to(dtype) for n, m in ((3, 4), (1, 1536), (1, 1024))
+    )
+    query = query[0]
+    alone = [lengths[0], 0, 0, 0], [prefixes[0], 0, 0, 0]
+    query[:, :, 3 - shift] = query[:, :, 3]
+
+    def attend(slots: list[int], stored: list[int], before: list[int], seen: list[int]) -> torch.Tensor:
+        """Rows `slots`, whose prefixes lie in `stored` of the store."""
+        lies = [stored.index(row) for row in slots]
+        groups = Groups.of(
+            [at if seen[row] else -1 for row, at in zip(slots, lies, strict=True)],
+            [seen[r] for r in stored],
+            fixed=True,
+        )
+        rows, store = (tuple(x[order] for x in segment) for segment, order in ((own, slots), (shared, stored)))
+        return attention.attend_rows(query[slots], rows, torch.tensor(before)[slots], store, groups, 0.25, fixed=True)  # type: ignore[arg-type]
+
+    one = attend([0, 1, 2, 3], [0, 1, 2, 3], *alone)[0, :, 3]
+    lengths[0] += shift
+    other = attend(list(places), list(reversed(places)), lengths, prefixes)[places.index(0), :, 3 - shift]
+    assert torch.equal(one, other)
+
+
 def test_an_empty_slot_gives_finite_numbers() -> None:
     query, cache = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8)
     groups = Groups.of([-1, 0], [0, 0])

@@ -156,7 +156,9 @@ def test_drafts_come_from_presets_and_flags() -> None:
     assert random is not None
     assert (random.policy, random.gamma, random.k) == ("random", 3, 7)
     assert draft_of(parse("--mode", "dense")) is None
-    for words in (["--draft", "sdt"], ["--keep", "0"], ["--gamma", "0"]):
+    assert draft_of(parse("--strict", "6")) == std
+    wrong = ["--draft sdt", "--keep 0", "--keep 1.01", "--k 0", "--gamma 0", "--strict 5", "--strict=-1"]
+    for words in map(str.split, wrong):
         with pytest.raises(UsageError):
             draft_of(parse(*words))
 

@@ -49,7 +49,7 @@ def test_it_would_not_be_if_verified_values_did_not_replace_drafted_ones(
     engine: Engine, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unmirrored(cache.RowsStep):
-        def __init__(self, own: cache.Cache, lengths: torch.Tensor, *rest: object):
+        def __init__(self, own: cache.Cache, lengths: torch.Tensor, *rest: object, **_: object):
             super().__init__(own, lengths, *rest[:2])  # type: ignore[arg-type]
 
     monkeypatch.setattr(decode, "RowsStep", Unmirrored)
@@ -206,6 +206,40 @@ def test_images_and_several_videos_in_one_prompt(
         for draft in (None, Draft("random", gamma=3)):
             (result,) = engine.run([request], draft)
             assert result.token_ids == generate(engine, request)
+
+
+# --------------------------------------------------------------------------------------------------------- strict
+
+
+@pytest.fixture(scope="session")
+def halves(tiny_model: Path) -> Callable[..., Engine]:
+    """bfloat16 engines of one model."""
+    loaded = Engine.load(str(tiny_model), dtype="bfloat16")
+    return lambda **settings: Engine(loaded.model, loaded.checkpoint, **settings)
+
+
+def test_strict_texts_are_the_dense_loops_in_bfloat16(halves: Callable[..., Engine], requests: list[Request]) -> None:
+    """Whatever drafts, in which order, with whom in the batch, and whether a video is shared."""
+    asked = [replace(r, sampling=replace(r.sampling, max_tokens=30), video="") for r in requests * 2]
+    clip = requests[4].frames
+    asked += [Request("", f"What is in scene {i}?", clip, "clip", sampling=Sampling(20)) for i in range(4)]
+    drawn = Sampling(30, temperature=0.8, top_p=0.9, repetition_penalty=1.1)
+    asked = [replace(r, request_id=str(i)) for i, r in enumerate(asked)]
+    asked = [replace(r, sampling=replace(drawn, seed=i)) if i % 5 == 0 else r for i, r in enumerate(asked)]
+    settings = {"max_num_seqs": 3, "strict": 9}
+    dense = {r.request_id: r.token_ids for r in halves(**settings).run(asked, None)}
+    for draft in (Draft(), Draft("random", k=2, gamma=8), Draft("ngram", gamma=4), Draft("full", gamma=6)):
+        engine = halves(**settings)
+        assert {r.request_id: r.token_ids for r in engine.run(reversed(asked), draft)} == dense
+        assert engine.counters.vision_passes < len(asked)
+    loose = [halves(max_num_seqs=3).run(asked, draft) for draft in (None, Draft("random", k=2, gamma=8))]
+    one, other = ({r.request_id: r.token_ids for r in results} for results in loose)
+    assert one != other, "without `strict` nothing differs here either: the test shows nothing"
+
+
+def test_strict_needs_room_for_gamma(halves: Callable[..., Engine], requests: list[Request]) -> None:
+    with pytest.raises(ValueError, match="γ = 5"):
+        next(halves(strict=5).run(requests, Draft(gamma=5)))
 
 
 # ------------------------------------------------------------------------------------------------------- sampling

@@ -62,11 +62,14 @@ def _main(argv: Sequence[str], prog: str, default_prompt: str, dry: bool) -> int
 
 
 def load(job: Job) -> Checkpoint:
-    """The job's checkpoint, without weights. Raises UsageError."""
+    """The job's checkpoint, without weights. Raises UsageError where it cannot be loaded or takes no video."""
     try:
-        return Checkpoint.load(model_path(job.model))
+        checkpoint = Checkpoint.load(model_path(job.model))
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if not checkpoint.takes_video:
+        raise UsageError(f"model {job.model!r} is a {checkpoint.config.model_type}, which takes no video")
+    return checkpoint
 
 
 def prompts_of(job: Job, default_prompt: str) -> tuple[str, ...]:

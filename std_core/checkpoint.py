@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+from std_core.families import refusal, sees, writer_of
 from std_core.types import Geometry, Request, RequestError
 
 WHOLE = 64 << 20  # bytes; files above it enter a folder's hash by size, first and last MiB
@@ -50,25 +51,41 @@ class Inputs:
 
 
 class Checkpoint:
-    """Processor and configuration of a local folder or a hub id.
+    """Configuration and processor of a local folder, a hub id or a `.gguf` file, whether a Video-LLM or a text model.
 
-    Raises ValueError, in one sentence, for a folder that holds no Video-LLM that can be read.
+    Args:
+        processor: of a text model its tokenizer.
+        source: what `from_pretrained` is called with, besides what the call is about.
+        revision: hash of the local files, or the hub's commit.
     """
 
-    def __init__(self, path: str, config: Any, processor: Any, revision: str):
-        self.path, self.config, self.processor, self.revision = path, config, processor, revision
+    def __init__(self, path: str, config: Any, processor: Any, source: dict[str, Any], revision: str):
+        self.path, self.config, self.processor, self.source, self.revision = path, config, processor, source, revision
+        self.tokenizer = getattr(processor, "tokenizer", processor)
 
     @classmethod
     def load(cls, path: str) -> Checkpoint:
+        """Raises ValueError, in one sentence, where nothing that can be driven is found."""
+        source = source_of(path)
         try:
-            config = AutoConfig.from_pretrained(path)
-            processor = AutoProcessor.from_pretrained(path)
-        except (OSError, ValueError, KeyError) as error:
+            config = AutoConfig.from_pretrained(**source)
+            if why := refusal(config, writer_of(config)):
+                raise ValueError(f"it is a {config.model_type}, which {why}")
+            processor = (AutoProcessor if sees(config) else AutoTokenizer).from_pretrained(**source)
+        except (OSError, ValueError, KeyError, ImportError) as error:
             raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-        if not hasattr(processor, "video_processor") or not hasattr(config, "vision_config"):
-            raise ValueError(f"model {path!r} is a {config.model_type}, which takes no video")
-        local = os.path.isdir(path)
-        return cls(path, config, processor, folder_hash(path) if local else str(config._commit_hash))
+        local = os.path.exists(path)
+        found = cls(path, config, processor, source, folder_hash(path) if local else str(config._commit_hash))
+        if sees(config) and not found.takes_video:
+            raise ValueError(f"model {path!r} is a {config.model_type}, whose processor takes no video")
+        if found.takes_video and not found.templated:
+            raise ValueError(f"model {path!r} has no chat template, which says where in a prompt a video stands")
+        return found
+
+    @property
+    def takes_video(self) -> bool:
+        """Whether a request may show anything; there is a `geometry` only then."""
+        return hasattr(self.processor, "video_processor")
 
     @functools.cached_property
     def geometry(self) -> Geometry:
@@ -87,29 +104,44 @@ class Checkpoint:
         return int(self.config.get_text_config().max_position_embeddings)
 
     def render(self, prompt: str, videos: int = 1, images: int = 0) -> str:
-        """The chat template around a prompt with its videos, then its images, before it."""
+        """The chat template around a prompt with its videos, then its images, before it; without a template the prompt
+        as it is."""
+        if not self.templated:
+            return prompt
         shown = [{"type": "video"}] * videos + [{"type": "image"}] * images
+        content = [*shown, {"type": "text", "text": prompt}] if self.takes_video else prompt
         return self.processor.apply_chat_template(
-            [{"role": "user", "content": [*shown, {"type": "text", "text": prompt}]}],
-            add_generation_prompt=True,
-            tokenize=False,
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
+
+    @property
+    def templated(self) -> bool:
+        return bool(self.processor.chat_template)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - one object per process, prompts repeat
     def prompt_tokens(self, prompt: str) -> int:
-        """Tokens of the rendered prompt, the visual ones not counted."""
-        return len(self.processor.tokenizer(self.render(prompt))["input_ids"]) - 1
+        """Tokens of the rendered prompt, the visual ones of its one video not counted."""
+        if not self.takes_video:
+            return len(self._ids(self.render(prompt, 0)))
+        return len(self._ids(self.render(prompt))) - 1
+
+    def _ids(self, rendered: str) -> list[int]:
+        """As `apply_chat_template` has it: a text's special tokens come from the template, where there is one. A
+        Video-LLM's processor, which is never asked to leave them out, adds what its tokenizer adds."""
+        return self.tokenizer(rendered, add_special_tokens=self.takes_video or not self.templated)["input_ids"]
 
     def inputs(self, request: Request) -> Inputs:
         """Ids and patches of a request.
 
         Raises:
             RequestError: `invalid_request` where the processor does not take it (a prompt that itself contains the
-                placeholder, frames of a size that it can't cut).
+                placeholder, frames of a size that it can't cut, anything to look at for a text model).
         """
         videos = (*([] if request.frames is None else [request.frames]), *request.videos)
         if not videos and not request.images:
-            raise RequestError("invalid_request", f"request {request.request_id} has neither frames nor images")
+            return self._text_inputs(request.prompt)
+        if not self.takes_video:
+            raise RequestError("invalid_request", f"a {self.config.model_type} takes no video and no image")
         if any(v.ndim != 4 for v in videos) or any(i.ndim != 3 for i in request.images):
             raise RequestError("invalid_request", "a video is (T, height, width, 3) and an image (height, width, 3)")
         fed: dict[str, list[torch.Tensor]] = {}
@@ -137,16 +169,38 @@ class Checkpoint:
             out.get("image_grid_thw"),
         )
 
+    def _text_inputs(self, prompt: str) -> Inputs:
+        ids = torch.tensor([self._ids(self.render(prompt, 0))], dtype=torch.long)
+        if not ids.numel():
+            raise RequestError("invalid_request", "the prompt has no tokens")
+        if self.takes_video and any(int((ids == place).sum()) for place in self._placeholders()):
+            raise RequestError("invalid_request", "the prompt holds a placeholder, but there is nothing to look at")
+        return Inputs(ids, torch.zeros_like(ids))
+
+    def _placeholders(self) -> tuple[int, int]:
+        """Ids that stand for a visual token of an image and of a video."""
+        return self.processor.image_token_id, self.processor.video_token_id
+
     def decode(self, ids: list[int]) -> str:
-        return self.processor.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def source_of(path: str) -> dict[str, Any]:
+    """What `from_pretrained` needs to find a checkpoint: a folder or hub id, or a folder and the file in it."""
+    if not path.endswith(".gguf"):
+        return {"pretrained_model_name_or_path": path}
+    return {"pretrained_model_name_or_path": os.path.dirname(path) or ".", "gguf_file": os.path.basename(path)}
 
 
 def folder_hash(path: str) -> str:
-    """Identity of a local checkpoint: its files' names and contents (of very large files the size and both ends)."""
+    """Identity of a local checkpoint: its files' names and contents (of very large files the size and both ends). A
+    single file counts as a folder that holds nothing else."""
     digest = hashlib.sha256()
-    for file in sorted(p for p in Path(path).rglob("*") if p.is_file()):
+    top = Path(path)
+    files, base = ([top], top.parent) if top.is_file() else (sorted(p for p in top.rglob("*") if p.is_file()), top)
+    for file in files:
         size = file.stat().st_size
-        digest.update(f"{file.relative_to(path).as_posix()}\0{size}\0".encode())
+        digest.update(f"{file.relative_to(base).as_posix()}\0{size}\0".encode())
         with file.open("rb") as stream:
             digest.update(stream.read(WHOLE if size <= WHOLE else 1 << 20))
             if size > WHOLE:

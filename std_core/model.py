@@ -87,9 +87,10 @@ class Model:
         if why := refusal(hf.config, type(hf)):
             raise ValueError(f"{name} {why}")
         self.vision = sees(hf.config)
-        names = {"text_config": ATTENTION, "vision_config": "sdpa"} if self.vision else ATTENTION
-        hf.set_attn_implementation(names)
+        self._theirs = _attention_of(hf.config)
+        self._ours = {"text_config": ATTENTION, "vision_config": "sdpa"} if self.vision else {"": ATTENTION}
         self.hf = hf.eval()
+        self.attach()
         self.decoder, self.head = hf.get_decoder(), hf.get_output_embeddings()
         self.embedding = hf.get_input_embeddings()
         self.layers = text.num_hidden_layers
@@ -117,6 +118,14 @@ class Model:
         if lacking := sorted(read["missing_keys"]):
             raise ValueError(f"model {checkpoint.path!r} lacks {len(lacking)} weights, {lacking[0]} among them")
         return cls(hf.to(device))
+
+    def attach(self) -> None:
+        """Puts our attention in place; the model's own `generate` does not work as long as it is."""
+        self.hf.set_attn_implementation(self._ours)
+
+    def detach(self) -> None:
+        """Puts the attention that the model came with in its place again."""
+        self.hf.set_attn_implementation(self._theirs)
 
     @torch.inference_mode()
     def _strange(self) -> str | None:
@@ -180,6 +189,15 @@ class Model:
         """Logits (vocabulary,) behind a chunk of a prompt."""
         return self.head(self._decode(embeds, positions, kv)[0, -1])
 
+    @torch.inference_mode()
+    def read(self, inputs: Inputs) -> torch.Tensor:
+        """Logits (vocabulary,) behind a whole prompt, in one piece and without any of it kept."""
+        kv = ChunkStep(self.new_cache(1), 0, 0)
+        kv.store.reserve(inputs.ids.shape[1])
+        features = self.see(inputs) if len(inputs.visual) else None
+        embeds = self.embed(inputs.ids.to(self.device), inputs.types, features)
+        return self.extend(embeds, self.place(inputs)[0], kv)
+
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, kv: RowsStep) -> torch.Tensor:
         """Logits (B, T, vocabulary) behind each of `tokens` (B, T) at `positions` (B, T)."""
         return self.head(self._decode(self.embedding(tokens), positions, kv))
@@ -190,3 +208,9 @@ class Model:
         return self.decoder(
             inputs_embeds=embeds, position_ids=positions, attention_mask=None, use_cache=False, kv=kv
         ).last_hidden_state
+
+
+def _attention_of(config: Any) -> dict[str, str]:
+    """The names of a model's attention, as `set_attn_implementation` takes them."""
+    parts = {name: getattr(config, name)._attn_implementation for name in config.sub_configs}
+    return {"": config._attn_implementation} | parts

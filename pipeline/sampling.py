@@ -2,7 +2,7 @@
 
 The rules are Qwen's. Frames: `fps` or `nframes`, in multiples of the temporal patch, evenly from the first to the last
 frame of the chosen part. Size: sides are multiples of the patch × merge size, pixels between a minimum and a maximum,
-and `total_pixels`, where given, is shared evenly by the frames.
+and `total_pixels`, where given, is shared evenly by the frames. A model that knows one frame size only gets that.
 """
 
 from __future__ import annotations
@@ -91,9 +91,13 @@ def _size(info: VideoInfo, count: int, options: FrameOptions, geometry: Geometry
     height, width = info.height, info.width
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise RequestError("invalid_request", f"frames of {width}×{height} are too long and thin for the model")
+    if geometry.frame is not None:
+        return geometry.frame
     lowest = geometry.min_pixels if options.min_pixels is None else options.min_pixels
     highest = geometry.max_pixels if options.max_pixels is None else options.max_pixels
     if options.total_pixels is not None:
         share = options.total_pixels * geometry.temporal_patch_size // count
         highest = min(highest, max(share, int(lowest * 1.05)))
+    if geometry.video_pixels is not None:
+        highest = min(highest, max(geometry.video_pixels // count, int(lowest * 1.05)))
     return smart_resize(height, width, geometry.factor, lowest, max(lowest, highest))

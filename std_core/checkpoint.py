@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers.video_utils import VideoMetadata
 
-from std_core.families import refusal, sees, writer_of
+from std_core.families import FAMILIES, Family, refusal, sees, writer_of
 from std_core.types import Geometry, Request, RequestError
 
 WHOLE = 64 << 20  # bytes; files above it enter a folder's hash by size, first and last MiB
@@ -25,7 +26,11 @@ TAIL = 64  # of a prompt without visual tokens: what lies before its last 64 tak
 @dataclass(frozen=True)
 class Inputs:
     """What the model is fed for one request; batch of 1. Patches: (patches, channels × temporal patch × patch²); grids:
-    (videos or images, 3), temporal, height, width in patches."""
+    (videos or images, 3), temporal, height, width in patches.
+
+    LLaVA-OneVision: frames (T of all videos, 3, height, width) and grids of (T, height, width) in pixels; images
+    (images, crops, 3, height, width) and their sizes before that, (images, 2).
+    """
 
     ids: torch.Tensor  # (1, n)
     types: torch.Tensor  # (1, n): 0 text, 1 image, 2 video
@@ -33,6 +38,7 @@ class Inputs:
     video_grid: torch.Tensor | None = None
     image_patches: torch.Tensor | None = None
     image_grid: torch.Tensor | None = None
+    seconds: torch.Tensor | None = None  # (videos,) between two temporal patches, where positions go by time
 
     @property
     def visual(self) -> torch.Tensor:
@@ -98,16 +104,14 @@ class Checkpoint:
         """Whether a request may show anything; there is a `geometry` only then."""
         return hasattr(self.processor, "video_processor")
 
+    @property
+    def family(self) -> Family:
+        """Of a model that takes video."""
+        return FAMILIES[self.config.model_type]
+
     @functools.cached_property
     def geometry(self) -> Geometry:
-        video = self.processor.video_processor
-        return Geometry(
-            patch_size=video.patch_size,
-            temporal_patch_size=video.temporal_patch_size,
-            merge_size=video.merge_size,
-            min_pixels=video.size["shortest_edge"],
-            max_pixels=video.size["longest_edge"],
-        )
+        return self.family.geometry(self.processor)
 
     @property
     def max_model_len(self) -> int:
@@ -129,12 +133,30 @@ class Checkpoint:
     def templated(self) -> bool:
         return bool(self.processor.chat_template)
 
+    def prompt_tokens(self, prompt: str, frames: int = 2, fps: float = 2.0) -> int:
+        """Tokens of the rendered prompt, the visual ones of its one video not counted.
+
+        Args:
+            frames, fps: of the video's sample, for models whose prompt tells the time of each frame.
+        """
+        if self.takes_video and self.family.timed:
+            return self._timed_tokens(prompt, frames, fps)
+        return self._plain_tokens(prompt)
+
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - one object per process, prompts repeat
-    def prompt_tokens(self, prompt: str) -> int:
-        """Tokens of the rendered prompt, the visual ones of its one video not counted."""
-        if not self.takes_video:
-            return len(self._ids(self.render(prompt, 0)))
-        return len(self._ids(self.render(prompt))) - 1
+    def _plain_tokens(self, prompt: str) -> int:
+        visual = int(self.takes_video)  # the placeholder of the video
+        return len(self._ids(self.render(prompt, visual))) - visual
+
+    def _timed_tokens(self, prompt: str, frames: int, fps: float) -> int:
+        """As if each temporal patch were a single token."""
+        patches, side = -(-frames // self.geometry.temporal_patch_size), self.geometry.merge_size
+        shown = {
+            "video_grid_thw": torch.tensor([[patches, side, side]]),
+            "video_metadata": [_sampled(frames, fps)],
+        }
+        expanded = self.processor.replace_video_token(shown, 0)
+        return len(self._ids(self.render(prompt).replace(self.processor.video_token, expanded, 1))) - patches
 
     def _ids(self, rendered: str) -> list[int]:
         """As `apply_chat_template` has it: a text's special tokens come from the template, where there is one. A
@@ -155,30 +177,22 @@ class Checkpoint:
             raise RequestError("invalid_request", f"a {self.config.model_type} takes no video and no image")
         if any(v.ndim != 4 for v in videos) or any(i.ndim != 3 for i in request.images):
             raise RequestError("invalid_request", "a video is (T, height, width, 3) and an image (height, width, 3)")
-        fed: dict[str, list[torch.Tensor]] = {}
+        fed: dict[str, Any] = {} if self.family.resizes else {"do_resize": False}
         if videos:
-            fed |= {"videos": [v.permute(0, 3, 1, 2) for v in videos]}
+            fed["videos"] = [v.permute(0, 3, 1, 2) for v in videos]
+            fed["video_metadata"] = [_sampled(len(v), request.fps) for v in videos]
         if request.images:
-            fed |= {"images": [i.permute(2, 0, 1) for i in request.images]}
+            fed["images"] = [[i.permute(2, 0, 1) for i in request.images]]  # of one conversation
         try:
             out = self.processor(
                 text=[self.render(request.prompt, len(videos), len(request.images))],
                 **fed,
-                do_resize=False,
                 do_sample_frames=False,
-                return_tensors="pt",
                 return_mm_token_type_ids=True,
             )
         except (ValueError, IndexError, StopIteration, RuntimeError) as error:
             raise RequestError("invalid_request", f"the model's processor refused the request: {error}") from error
-        return Inputs(
-            out["input_ids"],
-            out["mm_token_type_ids"],
-            out.get("pixel_values_videos"),
-            out.get("video_grid_thw"),
-            out.get("pixel_values"),
-            out.get("image_grid_thw"),
-        )
+        return _collected(out)
 
     def _text_inputs(self, prompt: str) -> Inputs:
         ids = torch.tensor([self._ids(self.render(prompt, 0))], dtype=torch.long)
@@ -194,6 +208,29 @@ class Checkpoint:
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _sampled(frames: int, fps: float) -> VideoMetadata:
+    """Frames that are all there is of a video."""
+    return VideoMetadata(total_num_frames=frames, fps=fps, duration=frames / fps, frames_indices=list(range(frames)))
+
+
+def _collected(out: Any) -> Inputs:
+    """A processor's output; what it gives as lists has parts that may differ in size."""
+    videos, video_grid, seconds = (out.get(k) for k in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"))
+    images, image_grid = out.get("pixel_values"), out.get("image_grid_thw", out.get("image_sizes"))
+    if isinstance(videos, list):
+        video_grid = [[len(v), *v.shape[2:]] for v in videos]
+        videos = torch.cat(videos)
+    return Inputs(
+        torch.tensor(out["input_ids"]),
+        torch.tensor(out["mm_token_type_ids"]),
+        videos,
+        None if video_grid is None else torch.as_tensor(video_grid),
+        torch.stack(images) if isinstance(images, list) else images,
+        None if image_grid is None else torch.as_tensor(image_grid),
+        None if seconds is None else torch.tensor(seconds),
+    )
 
 
 def source_of(path: str) -> dict[str, Any]:

@@ -1,10 +1,35 @@
-"""Which checkpoints can be driven, told from the configuration alone, before weights are read."""
+"""Which checkpoints can be driven, told from the configuration alone, and in what the Video-LLMs among them differ: how
+frames become tokens, and how the vision tower is asked."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from std_core.types import Geometry
+
+
+@dataclass(frozen=True)
+class Family:
+    """In what a kind of Video-LLM differs from others.
+
+    Args:
+        geometry: from its processor.
+        look: (model, kind, patches, grid) to (tokens, hidden × levels), kind 1 for images and 2 for videos. Levels
+            above the first are what DeepStack adds behind the first layers.
+        resizes: its processor brings frames and images to size by itself; else they come in the size of the plan.
+        timed: its processor writes the time of each temporal patch into the prompt.
+    """
+
+    geometry: Callable[[Any], Geometry]
+    look: Callable[[Any, int, torch.Tensor, torch.Tensor], torch.Tensor]
+    resizes: bool = False
+    timed: bool = False
 
 
 def sees(config: Any) -> bool:
@@ -33,6 +58,8 @@ def refusal(config: Any, writer: Any | None) -> str | None:
         return "reads in both directions; a token must see only what lies before it"
     if not writer._supports_attention_backend:
         return "has an attention of its own, which cannot be driven"
+    if sees(config) and config.model_type not in FAMILIES:
+        return f"is none of the Video-LLMs whose frames can be fed: {', '.join(FAMILIES)}"
     return None
 
 
@@ -40,3 +67,70 @@ def windowed(text: Any) -> int | None:
     """The sliding window, in tokens, of a text configuration; None where it cuts nothing off."""
     window = getattr(text, "sliding_window", None)
     return window if window and window < text.max_position_embeddings else None
+
+
+# --------------------------------------------------------------------------------------------------------- geometry
+
+
+def _per_frame(processor: Any) -> Geometry:
+    """Qwen2-VL and 2.5: a budget for each frame."""
+    video = processor.video_processor
+    return Geometry(
+        patch_size=video.patch_size,
+        temporal_patch_size=video.temporal_patch_size,
+        merge_size=video.merge_size,
+        min_pixels=video.size["shortest_edge"],
+        max_pixels=video.size["longest_edge"],
+    )
+
+
+def _per_video(processor: Any) -> Geometry:
+    """Qwen3-VL: a budget for all frames, and the reference implementation's cap for each (`cap_pixels_per_frame`)."""
+    video = processor.video_processor
+    token = (video.patch_size * video.merge_size) ** 2
+    return Geometry(
+        patch_size=video.patch_size,
+        temporal_patch_size=video.temporal_patch_size,
+        merge_size=video.merge_size,
+        min_pixels=token,
+        max_pixels=video.max_video_tokens * token,
+        video_pixels=video.size["longest_edge"],
+    )
+
+
+def _fixed(processor: Any) -> Geometry:
+    """LLaVA-OneVision: frames of one size, each pooled 2 × 2, and one newline behind the last."""
+    size = processor.video_processor.size
+    side = math.isqrt(processor.num_image_tokens)
+    return Geometry(
+        patch_size=size["height"] // side,
+        temporal_patch_size=1,
+        merge_size=1,
+        frame=(size["height"], size["width"]),
+        frame_tokens=math.ceil(side / 2) ** 2,
+        closing_tokens=1,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- vision
+
+
+def _look_qwen(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    seen = (hf.get_image_features if kind == 1 else hf.get_video_features)(patches, grid)
+    levels = [seen.pooler_output, *getattr(seen, "deepstack_features", [])]
+    return torch.cat([torch.cat(list(level)) for level in levels], dim=-1)
+
+
+def _look_llava(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    if kind == 1:
+        return torch.cat(hf.get_image_features(patches, grid, batch_num_images=[len(grid)]).pooler_output)
+    videos = patches.split(grid[:, 0].tolist())  # one by one, since they may differ in frames
+    return torch.cat([hf.get_video_features(frames[None]).pooler_output[0] for frames in videos])
+
+
+FAMILIES = {
+    "qwen2_vl": Family(_per_frame, _look_qwen),
+    "qwen2_5_vl": Family(_per_frame, _look_qwen),
+    "qwen3_vl": Family(_per_video, _look_qwen, timed=True),
+    "llava_onevision": Family(_fixed, _look_llava, resizes=True),
+}

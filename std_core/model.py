@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, GgufConfig
 
 from std_core.cache import Cache, ChunkStep, RowsStep
 from std_core.checkpoint import Checkpoint, Inputs
-from std_core.families import refusal, sees, windowed, writer_of
+from std_core.families import FAMILIES, refusal, sees, windowed, writer_of
 from std_core.types import RequestError
 
 ATTENTION = "std_core"
@@ -96,6 +97,9 @@ class Model:
         self.layers = text.num_hidden_layers
         self.kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         self.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self.width = self.embedding.embedding_dim
+        tower = hf.config.vision_config if self.vision else None
+        self.levels = 1 + len(getattr(tower, "deepstack_visual_indexes", ()))
         self.vocabulary = self.head.out_features
         self.dtype, self.device = self.embedding.weight.dtype, self.embedding.weight.device
         if why := self._strange():
@@ -133,7 +137,7 @@ class Model:
         shape = (self.kv_heads, self.head_dim)
         probe, whole = (_Probe(self.hf.config.get_text_config(), self.layers, shape) for _ in range(2))
         # no real token's, whose embedding may be zero, as that of padding often is
-        embeds = torch.linspace(-1, 1, self.embedding.embedding_dim, dtype=self.dtype, device=self.device)[None, None]
+        embeds = torch.linspace(-1, 1, self.width, dtype=self.dtype, device=self.device)[None, None]
         place = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         ours = self.head(self._decode(embeds, place, probe))
         if why := probe.complaint():
@@ -145,32 +149,36 @@ class Model:
         return Cache(self.layers, rows, self.kv_heads, self.head_dim, self.dtype, self.device)
 
     def see(self, inputs: Inputs) -> torch.Tensor:
-        """The vision tower: (m_v, hidden) features of all visual tokens, in the order of their places."""
-        features = torch.empty(len(inputs.visual), self.embedding.embedding_dim, dtype=self.dtype, device=self.device)
+        """The vision tower: (m_v, hidden × levels) features of all visual tokens, in the order of their places."""
+        width = self.width * self.levels
+        features = torch.empty(len(inputs.visual), width, dtype=self.dtype, device=self.device)
         kinds = inputs.types[0][inputs.types[0] != 0].to(self.device)
-        for kind, look, patches, grid in (
-            (1, "get_image_features", inputs.image_patches, inputs.image_grid),
-            (2, "get_video_features", inputs.video_patches, inputs.video_grid),
+        look = FAMILIES[self.hf.config.model_type].look
+        for kind, patches, grid in (
+            (1, inputs.image_patches, inputs.image_grid),
+            (2, inputs.video_patches, inputs.video_grid),
         ):
-            if patches is None or grid is None:
-                continue
-            seen = torch.cat(list(getattr(self.hf, look)(patches.to(self.device), grid.to(self.device)).pooler_output))
             places = int((kinds == kind).sum())
+            if patches is None or grid is None:
+                seen = features[:0]
+            else:
+                seen = look(self.hf, kind, patches.to(self.device), grid.to(self.device)).to(self.dtype)
             if len(seen) != places:
                 why = f"the prompt has {places} places for visual tokens, the vision tower gave {len(seen)}"
                 raise RequestError("placeholder_mismatch", why)
-            features[kinds == kind] = seen.to(self.dtype)
+            features[kinds == kind] = seen
         return features
 
     def place(self, inputs: Inputs) -> tuple[torch.Tensor, int]:
         """Positions (1 or 3, 1, n) of a prompt, and that of the first token behind it, which is one past the last one's
         own (as `generate` has it), not past the largest."""
-        if len(inputs.visual):
+        if len(inputs.visual) and hasattr(self.hf.model, "get_rope_index"):
             positions, _ = self.hf.model.get_rope_index(
                 inputs.ids,
                 mm_token_type_ids=inputs.types,
                 image_grid_thw=inputs.image_grid,
                 video_grid_thw=inputs.video_grid,
+                second_per_grid_ts=inputs.seconds,
             )
         else:
             positions = torch.arange(inputs.ids.shape[1])[None, None]
@@ -179,10 +187,12 @@ class Model:
     def embed(
         self, ids: torch.Tensor, types: torch.Tensor | None = None, features: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(1, n, hidden): ids (1, n), with features at the places whose type is not 0."""
+        """(1, n, hidden × levels): ids (1, n), with features at the places whose type is not 0. Levels above the first,
+        which are DeepStack's, are zero at the others, and left out where there are no features."""
         embeds = self.embedding(ids)
         if types is None or features is None:
             return embeds
+        embeds = F.pad(embeds, (0, features.shape[1] - embeds.shape[2]))
         return embeds.masked_scatter((types != 0).to(self.device)[..., None], features)
 
     def extend(self, embeds: torch.Tensor, positions: torch.Tensor, kv: ChunkStep) -> torch.Tensor:
@@ -205,8 +215,13 @@ class Model:
     def _decode(self, embeds: torch.Tensor, positions: torch.Tensor, kv: ChunkStep | RowsStep | _Probe) -> torch.Tensor:
         if positions.ndim == 3 and len(positions) == 1:
             positions = positions[0]
+        hidden, *deep = embeds.split(self.width, dim=-1)
+        more: dict[str, Any] = {}
+        if deep:  # added at every place: it is zero where there is nothing to add
+            everywhere = torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.device)
+            more = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": [level.flatten(0, 1) for level in deep]}
         return self.decoder(
-            inputs_embeds=embeds, position_ids=positions, attention_mask=None, use_cache=False, kv=kv
+            inputs_embeds=hidden, position_ids=positions, attention_mask=None, use_cache=False, kv=kv, **more
         ).last_hidden_state
 
 

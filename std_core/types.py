@@ -26,13 +26,24 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a checkpoint's vision tower cuts frames into tokens; sizes in pixels, budgets in pixels per frame."""
+    """How a checkpoint's vision tower cuts frames into tokens; sizes in pixels, budgets in pixels per frame.
+
+    Args:
+        video_pixels: budget of all frames together, for models that have one.
+        frame: height and width that each frame is brought to, whatever its shape, for models that know one size only.
+        frame_tokens: tokens of such a frame.
+        closing_tokens: what follows the last of them.
+    """
 
     patch_size: int = 14
     temporal_patch_size: int = 2
     merge_size: int = 2
     min_pixels: int = 128 * 28 * 28
     max_pixels: int = 768 * 28 * 28
+    video_pixels: int | None = None
+    frame: tuple[int, int] | None = None
+    frame_tokens: int = 0
+    closing_tokens: int = 0
 
     @property
     def factor(self) -> int:
@@ -41,6 +52,8 @@ class Geometry:
 
     def tokens(self, frames: int, height: int, width: int) -> int:
         """Visual tokens of `frames` frames of a resized height and width (multiples of `factor`)."""
+        if self.frame is not None:
+            return frames * self.frame_tokens + self.closing_tokens
         pairs = -(-frames // self.temporal_patch_size)
         return pairs * (height // self.factor) * (width // self.factor)
 
@@ -126,10 +139,11 @@ class Request:
     """One prompt about a video, several, images, or nothing but text.
 
     Args:
-        frames: (T, height, width, 3) uint8, sides multiples of `Geometry.factor`; one video.
+        frames: (T, height, width, 3) uint8, one video; sides multiples of `Geometry.factor`, or any where there is a
+            `Geometry.frame`.
         videos, images: more of the kind; images are (height, width, 3). Shown in the order frames, videos, images.
         video: names what several requests share, so that it is seen and prefilled once; empty shares nothing.
-        fps: sampled frames per second, for models whose positions use it.
+        fps: sampled frames per second, for models whose positions or prompts use it.
     """
 
     request_id: str

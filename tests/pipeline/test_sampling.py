@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from pipeline.sampling import plan_frames
 from pipeline.types import FrameOptions, RequestError, VideoInfo
@@ -160,3 +161,25 @@ def test_total_pixels_is_shared_as_the_processor_shares_it(budget: int) -> None:
         Geometry(),
     )
     assert plan.tokens == grid(processor, np.zeros((8, 480, 640, 3), np.uint8))
+
+
+@pytest.mark.parametrize("sides", [(240, 320), (97, 351), (720, 1280)])
+@pytest.mark.parametrize("count", [2, 6, 40])
+def test_a_budget_of_all_frames_is_shared_as_qwen3s_processor_shares_it(sides: tuple[int, int], count: int) -> None:
+    size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 600 * 32 * 32}
+    processor = Qwen3VLVideoProcessor(size=size, cap_pixels_per_frame=True, max_video_tokens=64)
+    cap = 64 * 32 * 32
+    geometry = Geometry(patch_size=16, min_pixels=32 * 32, max_pixels=cap, video_pixels=size["longest_edge"])
+    plan = plan_frames(video(count, 2, *sides), FrameOptions(nframes=count), geometry)
+    out = processor(
+        videos=[torch.zeros(count, 3, *sides, dtype=torch.uint8)], do_sample_frames=False, return_tensors="pt"
+    )
+    assert plan.tokens == int(out["video_grid_thw"].prod()) // 4
+
+
+@pytest.mark.parametrize("sides", [(240, 320), (30, 700), (384, 384)])
+def test_a_model_of_one_frame_size_gets_that(sides: tuple[int, int]) -> None:
+    geometry = Geometry(14, 1, 1, frame=(384, 384), frame_tokens=196, closing_tokens=1)
+    plan = plan_frames(video(60, 10, *sides), FrameOptions(nframes=7, max_pixels=56 * 56), geometry)
+    assert (plan.height, plan.width) == (384, 384)
+    assert plan.tokens == 7 * 196 + 1

@@ -192,19 +192,16 @@ class Checkpoint:
             )
         except (ValueError, IndexError, StopIteration, RuntimeError) as error:
             raise RequestError("invalid_request", f"the model's processor refused the request: {error}") from error
-        return _collected(out)
+        return _checked(_collected(out), bool(request.images), bool(videos))
 
     def _text_inputs(self, prompt: str) -> Inputs:
         ids = torch.tensor([self._ids(self.render(prompt, 0))], dtype=torch.long)
         if not ids.numel():
             raise RequestError("invalid_request", "the prompt has no tokens")
-        if self.takes_video and any(int((ids == place).sum()) for place in self._placeholders()):
-            raise RequestError("invalid_request", "the prompt holds a placeholder, but there is nothing to look at")
-        return Inputs(ids, torch.zeros_like(ids))
-
-    def _placeholders(self) -> tuple[int, int]:
-        """Ids that stand for a visual token of an image and of a video."""
-        return self.processor.image_token_id, self.processor.video_token_id
+        types = torch.zeros_like(ids)
+        if self.takes_video:
+            types = torch.tensor(self.processor.create_mm_token_type_ids(ids))
+        return _checked(Inputs(ids, types), images=False, videos=False)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -231,6 +228,16 @@ def _collected(out: Any) -> Inputs:
         None if image_grid is None else torch.as_tensor(image_grid),
         None if seconds is None else torch.tensor(seconds),
     )
+
+
+def _checked(inputs: Inputs, images: bool, videos: bool) -> Inputs:
+    """Raises RequestError where a prompt holds a placeholder for what the request doesn't show."""
+    for kind, name, shown in ((1, "image", images), (2, "video", videos)):
+        if not shown and bool((inputs.types == kind).any()):
+            raise RequestError(
+                "invalid_request", f"the prompt holds the model's placeholder for {name}s, and no {name} is shown"
+            )
+    return inputs
 
 
 def source_of(path: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from transformers import AttentionInterface, GgufConfig
 
 from std_core.cache import Cache, ChunkStep, RowsStep
@@ -117,8 +118,9 @@ class Model:
         writer: Any = writer_of(checkpoint.config)  # a checkpoint without one is refused at its load
         try:
             hf, read = writer.from_pretrained(**checkpoint.source, **how, dtype=dtype, output_loading_info=True)
-        except OSError as error:
-            raise ValueError(f"model {checkpoint.path!r} has no weights: {str(error).splitlines()[0]}") from error
+        except (OSError, SafetensorError) as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"the weights of model {checkpoint.path!r} cannot be read: {why}") from error
         if lacking := sorted(read["missing_keys"]):
             raise ValueError(f"model {checkpoint.path!r} lacks {len(lacking)} weights, {lacking[0]} among them")
         return cls(hf.to(device))

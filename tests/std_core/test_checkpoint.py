@@ -108,8 +108,16 @@ def test_a_video_llm_takes_a_question_on_nothing(checkpoint: Checkpoint) -> None
     fed = checkpoint.inputs(Request("a", "What is a square?"))
     assert not len(fed.visual) and fed.video_patches is None
     assert checkpoint.tokenizer.decode(fed.ids[0]) == checkpoint.render("What is a square?", 0)
-    with pytest.raises(RequestError, match="placeholder"):
-        checkpoint.inputs(Request("a", "What is <|video_pad|>?"))
+
+
+@pytest.mark.parametrize("placeholder", ["<|video_pad|>", "<|image_pad|>"])
+@pytest.mark.parametrize("frames", [None, torch.zeros(2, 84, 84, 3, dtype=torch.uint8)])
+def test_a_placeholder_in_the_prompt_is_refused(
+    checkpoint: Checkpoint, placeholder: str, frames: torch.Tensor | None
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        checkpoint.inputs(Request("a", f"What is {placeholder}?", frames))
+    assert caught.value.code == "invalid_request"
 
 
 # ---------------------------------------------------------------------------------------------------------- refused

@@ -59,10 +59,19 @@ def test_weights_that_are_missing_are_not_drawn_at_random(family: Callable[[str]
     save_file({k: v for k, v in weights.items() if k != gone}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"lacks 1 weights, {gone}"):
         Engine.load(str(folder))
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="has no weights") as caught:
+
+
+def test_weights_that_cannot_be_read_are_told_in_one_sentence(family: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(family("llama"), tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="cannot be read") as cut:
         Engine.load(str(folder))
-    assert "\n" not in str(caught.value)
+    weights.unlink()
+    with pytest.raises(ValueError, match="cannot be read") as missing:
+        Engine.load(str(folder))
+    for caught in (cut, missing):
+        assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------------ a real model

@@ -20,15 +20,15 @@ _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "A
 
 
 @pytest.fixture(scope="session")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of an untrained model of one of `tiny_models.FAMILIES`, made once."""
     return functools.cache(lambda name: tiny_models.build(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(scope="session")
-def tiny_model(family: Callable[[str], Path]) -> Path:
+def tiny_model(families: Callable[[str], Path]) -> Path:
     """An untrained Qwen2-VL of the demo model's shape."""
-    return family("qwen2_vl")
+    return families("qwen2_vl")
 
 
 @pytest.fixture(scope="session")

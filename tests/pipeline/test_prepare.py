@@ -31,9 +31,9 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_model_that_takes_no_video_is_refused_before_anything_starts(
-    family: Callable[[str], Path], clip: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    families: Callable[[str], Path], clip: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--input", clip, "--output", str(tmp_path / "out"), "--model", str(family("llama"))]
+    argv = ["--input", clip, "--output", str(tmp_path / "out"), "--model", str(families("llama"))]
     for extra in ([], ["--dry-run"]):
         assert main([*argv, *extra], "caption_archive.py") == 2
         assert capsys.readouterr().err.splitlines()[-1].endswith("is a llama, which takes no video")

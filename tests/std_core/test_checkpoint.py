@@ -68,8 +68,8 @@ def test_a_single_file_has_a_revision_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def llama(family: Callable[[str], Path]) -> Checkpoint:
-    return Checkpoint.load(str(family("llama")))
+def llama(families: Callable[[str], Path]) -> Checkpoint:
+    return Checkpoint.load(str(families("llama")))
 
 
 def test_a_text_models_prompt_goes_through_its_template(llama: Checkpoint) -> None:
@@ -80,8 +80,8 @@ def test_a_text_models_prompt_goes_through_its_template(llama: Checkpoint) -> No
     assert llama.tokenizer.decode(fed.ids[0]) == wanted
 
 
-def test_without_a_template_the_prompt_is_encoded_as_it_is(family: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(family("llama"), tmp_path / "bare")
+def test_without_a_template_the_prompt_is_encoded_as_it_is(families: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(families("llama"), tmp_path / "bare")
     (folder / "chat_template.jinja").unlink()
     bare = Checkpoint.load(str(folder))
     assert bare.tokenizer.decode(bare.inputs(Request("a", "Scene 1:")).ids[0]) == "Scene 1:"

@@ -78,14 +78,14 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(name: str, family: Callable[[str], Path]) -> Engine:
-    return Engine.load(str(family(name)), max_num_seqs=3)
+def engine(name: str, families: Callable[[str], Path]) -> Engine:
+    return Engine.load(str(families(name)), max_num_seqs=3)
 
 
 @pytest.fixture(scope="module")
-def hf(name: str, family: Callable[[str], Path]) -> Any:
+def hf(name: str, families: Callable[[str], Path]) -> Any:
     kind = AutoModelForCausalLM if name in TEXT else AutoModelForImageTextToText
-    return kind.from_pretrained(family(name), dtype=torch.float32)
+    return kind.from_pretrained(families(name), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +149,9 @@ def test_prefill_in_small_chunks_gives_the_same_tokens(
 @pytest.mark.parametrize("family_name", VISUAL)
 @pytest.mark.parametrize(("frames", "sides"), [(8, (240, 320)), (5, (320, 240)), (2, (97, 351)), (24, (720, 1280))])
 def test_the_plans_tokens_are_those_that_are_fed(
-    family: Callable[[str], Path], family_name: str, frames: int, sides: tuple[int, int]
+    families: Callable[[str], Path], family_name: str, frames: int, sides: tuple[int, int]
 ) -> None:
-    checkpoint = Checkpoint.load(str(family(family_name)))
+    checkpoint = Checkpoint.load(str(families(family_name)))
     info = VideoInfo("x.mp4", 1, "1", "mp4", "h264", frames / 3, 0.0, frames, True, 3.0, *sides, rotation=0)
     plan = plan_frames(info, FrameOptions(nframes=frames), checkpoint.geometry)
     count = len(plan.times)
@@ -161,15 +161,15 @@ def test_the_plans_tokens_are_those_that_are_fed(
     assert fed.ids.shape[1] == plan.tokens + checkpoint.prompt_tokens("What?", count, plan.fps)
 
 
-def test_a_timed_prompt_grows_with_frames_and_time(family: Callable[[str], Path]) -> None:
-    checkpoint = Checkpoint.load(str(family("qwen3_vl")))
+def test_a_timed_prompt_grows_with_frames_and_time(families: Callable[[str], Path]) -> None:
+    checkpoint = Checkpoint.load(str(families("qwen3_vl")))
     counts = [checkpoint.prompt_tokens("What?", frames, fps) for frames, fps in ((2, 2.0), (8, 2.0), (8, 0.01))]
     assert counts[0] < counts[1] < counts[2]
 
 
-def test_videos_of_unequal_lengths_where_all_frames_have_one_size(family: Callable[[str], Path]) -> None:
+def test_videos_of_unequal_lengths_where_all_frames_have_one_size(families: Callable[[str], Path]) -> None:
     """Hugging Face's own call takes only videos of equal length at once; features made one by one are the oracle."""
-    folder = family("llava_onevision")
+    folder = families("llava_onevision")
     engine = Engine.load(str(folder))
     hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     request = Request("a", "What?", picture(1, 6, 56, 56), videos=(picture(2, 3, 56, 56),), sampling=Sampling(16))

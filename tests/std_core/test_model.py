@@ -52,8 +52,8 @@ def test_what_the_configuration_does_not_tell_one_token_does(make: Callable[[], 
         Model(make())
 
 
-def test_weights_that_are_missing_are_not_drawn_at_random(family: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(family("llama"), tmp_path / "model")
+def test_weights_that_are_missing_are_not_drawn_at_random(families: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(families("llama"), tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     gone = "model.layers.1.mlp.up_proj.weight"
     save_file({k: v for k, v in weights.items() if k != gone}, folder / "model.safetensors", {"format": "pt"})
@@ -61,8 +61,8 @@ def test_weights_that_are_missing_are_not_drawn_at_random(family: Callable[[str]
         Engine.load(str(folder))
 
 
-def test_weights_that_cannot_be_read_are_told_in_one_sentence(family: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(family("llama"), tmp_path / "model")
+def test_weights_that_cannot_be_read_are_told_in_one_sentence(families: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(families("llama"), tmp_path / "model")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(ValueError, match="cannot be read") as cut:
@@ -124,9 +124,9 @@ def test_a_gguf_files_rope_and_tied_head_survive(speaker: Engine) -> None:
     assert speaker.checkpoint.max_model_len == 8192
 
 
-def test_a_generation_configs_own_stops_are_kept(family: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_generation_configs_own_stops_are_kept(families: Callable[[str], Path], tmp_path: Path) -> None:
     """A configuration whose `generate` stops at no id of its own: neither does the engine."""
-    folder = shutil.copytree(family("llama"), tmp_path / "endless")
+    folder = shutil.copytree(families("llama"), tmp_path / "endless")
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"pad_token_id": 0}))
     config = json.loads((folder / "config.json").read_text())

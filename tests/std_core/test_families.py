@@ -33,7 +33,7 @@ from pipeline.types import FrameOptions, VideoInfo
 from std_core.checkpoint import Checkpoint
 from std_core.engine import Engine
 from std_core.families import FAMILIES, refusal, writer_of
-from std_core.types import Draft, Request, Sampling
+from std_core.types import Counters, Draft, Request, Sampling
 
 TEXT = ("llama", "qwen3")
 VISUAL = tuple(name for name in tiny_models.FAMILIES if name not in TEXT)
@@ -141,6 +141,16 @@ def test_prefill_in_small_chunks_gives_the_same_tokens(
     chunked = replace(engine, prefill_chunk=7)
     results = {r.request_id: r.token_ids for r in chunked.run(asked_of(name), Draft("std", keep=0.3))}
     assert results == expected
+
+
+@pytest.mark.parametrize("name", VISUAL, indirect=True, scope="module")
+def test_questions_on_one_video_share_its_prefix(name: str, engine: Engine, hf: Any) -> None:
+    clip = picture(1, 6, 56, 84)
+    asked = [Request(f"q{n}", f"What is in scene {n}?", clip, "clip", 0.9, Sampling(8 + n)) for n in range(5)]
+    sharing = replace(engine, counters=Counters())
+    results = {r.request_id: r.token_ids for r in sharing.run(asked, Draft("random", keep=0.3))}
+    assert results == {r.request_id: generate(hf, feed(name, engine.checkpoint, r), r) for r in asked}
+    assert (sharing.counters.vision_passes, sharing.counters.prefix_prefills) == (1, 1)
 
 
 # ------------------------------------------------------------------------------------------------------ token counts

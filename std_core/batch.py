@@ -48,7 +48,7 @@ class _Row:
 class _Prefix:
     """A row of the prefix store: whose it is (None while it is being filled), how long, and when it was filled."""
 
-    key: tuple[str, list[int]] | None = None
+    key: tuple[str, float, list[int]] | None = None
     length: int = 0
     used: int = 0
 
@@ -169,7 +169,7 @@ class Batch:
         """The row of the prefix store that holds the request's prefix, filled if no earlier question has filled it; and
         the seconds that the vision tower took."""
         cut, engine = inputs.cut, self.engine
-        key = (request.video, inputs.ids[0, :cut].tolist())
+        key = (request.video, request.fps, inputs.ids[0, :cut].tolist())
         for row, known in enumerate(self.prefixes):
             if request.video and known.key == key:
                 return self._own_prefix(row), 0.0

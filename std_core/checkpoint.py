@@ -55,17 +55,6 @@ class Inputs:
         """Places in the prefix that a draft may leave out."""
         return self.visual if len(self.visual) else torch.arange(self.cut)
 
-    def fed(self) -> dict[str, torch.Tensor]:
-        """As Hugging Face's models take it."""
-        shown = {
-            "pixel_values_videos": self.video_patches,
-            "video_grid_thw": self.video_grid,
-            "pixel_values": self.image_patches,
-            "image_grid_thw": self.image_grid,
-        }
-        types = {"mm_token_type_ids": self.types} if len(self.visual) else {}
-        return {"input_ids": self.ids} | types | {name: x for name, x in shown.items() if x is not None}
-
 
 class Checkpoint:
     """Configuration and processor of a local folder, a hub id or a `.gguf` file, whether a Video-LLM or a text model.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ class SparseToDense:
         repetition_penalty: float | None = None,
         seed: int | None = None,
         pad_token_id: int | None = None,
-        **shown: torch.Tensor,
+        **shown: Any,
     ) -> torch.Tensor:
         """What `model.generate` with the same arguments returns (greedy, and as the generation configuration has it).
 
@@ -132,7 +134,7 @@ class _Given:
         return ""
 
 
-def _rows(config: Any, ids: torch.Tensor, mask: torch.Tensor, shown: dict[str, torch.Tensor]) -> Iterator[Inputs]:
+def _rows(config: Any, ids: torch.Tensor, mask: torch.Tensor, shown: dict[str, Any]) -> Iterator[Inputs]:
     """What a processor made of a batch, row by row and without padding.
 
     Raises:
@@ -142,42 +144,72 @@ def _rows(config: Any, ids: torch.Tensor, mask: torch.Tensor, shown: dict[str, t
     rest = dict(shown)
     types = rest.pop("mm_token_type_ids", None)
     if types is None:
-        types = (ids == getattr(config, "image_token_id", None)) + 2 * (ids == getattr(config, "video_token_id", None))
-    images = _items(config, rest.pop("pixel_values", None), rest.pop("image_grid_thw", None))
+        places = (getattr(config, f"{kind}_token_id", -1) for kind in ("image", "video"))
+        types = sum(kind * (ids == place).long() for kind, place in enumerate(places, 1))
+    images = _items(config, rest.pop("pixel_values", None), rest.pop("image_grid_thw", rest.pop("image_sizes", None)))
     videos = _items(config, rest.pop("pixel_values_videos", None), rest.pop("video_grid_thw", None))
+    counts = rest.pop("batch_num_images", None)  # LLaVA-OneVision's: how many images a row has
+    seconds = rest.pop("second_per_grid_ts", None)
+    pace = iter(() if seconds is None else seconds)
     if rest:
         raise TypeError(f"generate takes no {', '.join(sorted(rest))}")
     for row in range(len(ids)):
         there = mask[row].bool()
         kinds = types[row, there]
-        seen = {
-            name: part
-            for kind, name, items in ((1, "image", images), (2, "video", videos))
-            for name, part in _take(items, int((kinds == kind).sum()), name, row).items()
-        }
-        yield Inputs(ids[row : row + 1, there], kinds[None], **seen)
+        known = None if counts is None else int(counts[row])
+        pictures = _take(images, int((kinds == 1).sum()), row, "image", known)
+        clips = _take(videos, int((kinds == 2).sum()), row, "video")
+        yield Inputs(
+            ids[row : row + 1, there],
+            kinds[None],
+            *_joined(clips),
+            *_joined(pictures),
+            seconds=torch.tensor([float(next(pace)) for _ in clips]) if clips and seconds is not None else None,
+        )
 
 
-Item = tuple[torch.Tensor, torch.Tensor, int]  # patches, grid (1, 3), tokens
+@dataclass(frozen=True)
+class _Item:
+    """One video or image of a batch."""
+
+    patches: torch.Tensor
+    grid: torch.Tensor  # (1, …), as `Inputs` has it
+    tokens: int
 
 
-def _items(config: Any, patches: torch.Tensor | None, grids: torch.Tensor | None) -> Iterator[Item]:
-    """The videos or images of a batch, in its order."""
-    at = 0
-    for grid in grids if grids is not None else ():
-        assert patches is not None
-        count = int(grid.prod())
-        yield patches[at : at + count], grid[None], count // config.vision_config.spatial_merge_size**2
-        at += count
+def _items(config: Any, patches: Any, grids: torch.Tensor | None) -> Iterator[_Item]:
+    """Videos or images of a batch, in its order; their tokens are 0 where only the model knows."""
+    if patches is None:
+        return
+    if grids is None:  # LLaVA-OneVision's videos, (videos, T, 3, height, width)
+        side = math.ceil(config.vision_config.image_size // config.vision_config.patch_size / 2)
+        for clip in patches:
+            size = torch.tensor([[len(clip), *clip.shape[2:]]])
+            yield _Item(clip, size, len(clip) * side**2 + 1)
+    elif grids.shape[1] == 2:  # and its images, (images, crops, 3, height, width)
+        for image, size in zip(patches, grids, strict=True):
+            yield _Item(image[None], size[None], 0)
+    else:
+        at = 0
+        for grid in grids:
+            count = int(grid.prod())
+            yield _Item(patches[at : at + count], grid[None], count // config.vision_config.spatial_merge_size**2)
+            at += count
 
 
-def _take(items: Iterator[Item], tokens: int, name: str, row: int) -> dict[str, torch.Tensor]:
+def _take(items: Iterator[_Item], tokens: int, row: int, name: str, count: int | None = None) -> list[_Item]:
     """The next of them, as many as a row has placeholders for."""
-    taken: list[Item] = []
-    while sum(item[2] for item in taken) < tokens and (item := next(items, None)) is not None:
+    if count is not None:
+        return list(islice(items, count))
+    taken: list[_Item] = []
+    while sum(item.tokens for item in taken) < tokens and (item := next(items, None)) is not None:
         taken.append(item)
-    if sum(item[2] for item in taken) != tokens:
+    if sum(item.tokens for item in taken) != tokens:
         raise ValueError(f"row {row} has {tokens} places of its {name}s, which is no number of whole {name}s")
-    if not taken:
-        return {}
-    return {f"{name}_{what}": torch.cat([item[i] for item in taken]) for i, what in ((0, "patches"), (1, "grid"))}
+    return taken
+
+
+def _joined(items: list[_Item]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if not items:
+        return None, None
+    return torch.cat([item.patches for item in items]), torch.cat([item.grid for item in items])

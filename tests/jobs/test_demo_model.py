@@ -8,9 +8,9 @@ from pathlib import Path
 import benchmark
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 
 import demo_world as world
+import reference
 from pipeline.config import ROOT
 from pipeline.frames import decode
 from pipeline.probe import probe
@@ -32,20 +32,8 @@ def test_drafted_dense_and_hugging_faces_own_tokens_are_the_same(tmp_path: Path)
         frames = decode(str(path), info, plan_frames(info, FrameOptions(), engine.checkpoint.geometry))
         pixels = torch.from_numpy(frames.pixels)
         requests.append(Request(path.name, world.CAPTION_PROMPTS[0], pixels, sampling=Sampling(256)))
-    hf = AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32)
-    own = {}
-    for request in requests:
-        fed = engine.checkpoint.inputs(request)
-        out = hf.generate(
-            input_ids=fed.ids,
-            attention_mask=torch.ones_like(fed.ids),
-            mm_token_type_ids=fed.types,
-            pixel_values_videos=fed.video_patches,
-            video_grid_thw=fed.video_grid,
-            max_new_tokens=256,
-            do_sample=False,
-        )
-        own[request.request_id] = out[0, fed.ids.shape[1] :].tolist()
+    inputs = engine.checkpoint.inputs
+    own = {r.request_id: reference.generate(engine.model, inputs(r), r.sampling) for r in requests}
     for draft in (Draft("std"), Draft("random"), None):
         results = list(engine.run(requests, draft))
         assert {r.request_id: r.token_ids for r in results} == own

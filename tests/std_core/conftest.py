@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 
 import demo_world as world
+import reference
 from std_core.engine import Engine
 from std_core.types import Request, Sampling
 
@@ -34,26 +34,6 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="session")
-def generate(tiny_model: Path) -> Callable[[Engine, Request], list[int]]:
+def generate() -> Callable[[Engine, Request], list[int]]:
     """Hugging Face's own greedy `generate`, one request at a time: the oracle."""
-    hf = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
-
-    def oracle(engine: Engine, request: Request) -> list[int]:
-        fed = engine.checkpoint.inputs(request)
-        shown = {
-            "pixel_values_videos": fed.video_patches,
-            "video_grid_thw": fed.video_grid,
-            "pixel_values": fed.image_patches,
-            "image_grid_thw": fed.image_grid,
-        }
-        out = hf.generate(
-            input_ids=fed.ids,
-            attention_mask=torch.ones_like(fed.ids),
-            mm_token_type_ids=fed.types,
-            max_new_tokens=request.sampling.max_tokens,
-            do_sample=False,
-            **{name: tensor for name, tensor in shown.items() if tensor is not None},
-        )
-        return out[0, fed.ids.shape[1] :].tolist()
-
-    return oracle
+    return lambda engine, request: reference.generate(engine.model, engine.checkpoint.inputs(request), request.sampling)

@@ -1,0 +1,113 @@
+"""`sparse_to_dense(model).generate` against the model's own `generate`, with the processors' own batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+import tiny_models
+from std_core import sparse_to_dense
+from std_core.checkpoint import Checkpoint
+from std_core.types import Draft
+
+TEXT = ("llama", "qwen3")
+
+
+@pytest.fixture(scope="module", params=tiny_models.FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def hf(name: str, families: Callable[[str], Path]) -> Any:
+    auto = AutoModelForCausalLM if name in TEXT else AutoModelForImageTextToText
+    return auto.from_pretrained(families(name), dtype=torch.float32)
+
+
+def picture(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, (*shape, 3, 56, 84), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def batch(name: str, hf: Any, families: Callable[[str], Path]) -> dict[str, Any]:
+    """Three rows, padded on the left: a video, text alone, two videos (or prompts of three lengths)."""
+    processor = Checkpoint.load(str(families(name))).processor
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer.padding_side = "left"
+    questions = ["What moves?", "Is it red or blue or " + "green or " * 30 + "white?", "Which is larger?"]
+    if name in TEXT:
+        return dict(tokenizer(questions, padding=True, return_tensors="pt"))
+    videos = [1, 0, 2]
+    content = [[{"type": "video"}] * n + [{"type": "text", "text": q}] for n, q in zip(videos, questions, strict=True)]
+    texts = [
+        processor.apply_chat_template([{"role": "user", "content": c}], add_generation_prompt=True, tokenize=False)
+        for c in content
+    ]
+    clips = [picture(n, 4) for n in range(3)]
+    size: dict[str, Any] = {} if name == "llava_onevision" else {"do_resize": False}
+    sampled = [{"total_num_frames": 4, "fps": 2.0, "frames_indices": [0, 1, 2, 3]}] * 3
+    out = processor(
+        text=texts,
+        videos=clips,
+        video_metadata=sampled,
+        padding=True,
+        do_sample_frames=False,
+        return_tensors="pt",
+        **size,
+    )
+    return {k: v for k, v in out.items() if k != "video_metadata"}
+
+
+@pytest.mark.parametrize("draft", [None, Draft("random", k=2, gamma=3)])
+def test_a_batch_is_answered_as_by_the_model_itself(hf: Any, batch: dict[str, Any], draft: Draft | None) -> None:
+    fast = sparse_to_dense(hf, draft, max_num_seqs=2)
+    ids = fast.generate(**batch, max_new_tokens=20)
+    assert torch.equal(ids, hf.generate(**batch, max_new_tokens=20, do_sample=False))  # and it still can
+    assert [r.proposed > 0 for r in fast.results] == [True] * 3
+
+
+def test_images_of_rows_are_told_apart(name: str, hf: Any, families: Callable[[str], Path]) -> None:
+    if name in TEXT:
+        pytest.skip("a text model sees no image")
+    processor = Checkpoint.load(str(families(name))).processor
+    processor.tokenizer.padding_side = "left"
+    images = [[picture(1)], [picture(5), picture(6)]]
+    texts = [
+        processor.apply_chat_template(
+            [{"role": "user", "content": [{"type": "image"}] * len(shown) + [{"type": "text", "text": "What?"}]}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        for shown in images
+    ]
+    batch = processor(text=texts, images=images, padding=True, return_tensors="pt")
+    ids = sparse_to_dense(hf).generate(**batch, max_new_tokens=12)
+    assert torch.equal(ids, hf.generate(**batch, max_new_tokens=12, do_sample=False))
+
+
+def test_sampling_is_the_callers(hf: Any, families: Callable[[str], Path], name: str) -> None:
+    fast = sparse_to_dense(hf, Draft("std", keep=0.3))
+    ids = torch.tensor(Checkpoint.load(str(families(name))).tokenizer(["a red square moves up"])["input_ids"])
+    settings: dict[str, Any] = {"repetition_penalty": 1.4, "min_new_tokens": 3, "max_new_tokens": 16}
+    assert torch.equal(fast.generate(ids, do_sample=False, **settings), hf.generate(ids, do_sample=False, **settings))
+    drawn = [fast.generate(ids, do_sample=True, seed=s, max_new_tokens=16).tolist() for s in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_it_cannot_do_it_says(hf: Any, batch: dict[str, Any], name: str) -> None:
+    fast = sparse_to_dense(hf)
+    with pytest.raises(ValueError, match="max_new_tokens is missing"):
+        fast.generate(**batch)
+    with pytest.raises(ValueError, match="window holds"):
+        fast.generate(**batch, max_new_tokens=40_000)
+    with pytest.raises(TypeError, match="num_beams"):
+        fast.generate(**batch, max_new_tokens=4, num_beams=2)
+    if name not in TEXT:
+        fewer = {k: v[:1] for k, v in batch.items() if k in ("pixel_values_videos", "video_grid_thw")}
+        with pytest.raises(ValueError, match="no number of whole videos"):
+            fast.generate(**(batch | fewer), max_new_tokens=4)

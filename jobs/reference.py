@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from std_core.checkpoint import Inputs
 from std_core.model import Model
@@ -28,7 +29,7 @@ def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
             **fed(model.hf, inputs),
             attention_mask=torch.ones_like(inputs.ids),
             do_sample=False,
-            **{name: value for name, value in wanted.items() if value is not None},
+            **_set(wanted),
         )
     finally:
         model.attach()
@@ -39,26 +40,40 @@ def fed(hf: Any, inputs: Inputs) -> dict[str, Any]:
     """A prompt as Hugging Face's model takes it."""
     if not len(inputs.visual):
         return {"input_ids": inputs.ids}
-    shown: dict[str, torch.Tensor | None]
     if hf.config.model_type == "llava_onevision":
-        clips, images = inputs.video_patches, inputs.image_grid
-        count = 0 if inputs.video_grid is None else len(inputs.video_grid)
+        images = inputs.image_grid
         shown = {
-            "pixel_values_videos": None if clips is None else clips.unflatten(0, (count, -1)),
             "pixel_values": inputs.image_patches,
             "image_sizes": images,
             "batch_num_images": None if images is None else torch.tensor([len(images)]),
         }
-    else:
-        shown = {
-            "mm_token_type_ids": inputs.types,
-            "pixel_values_videos": inputs.video_patches,
-            "video_grid_thw": inputs.video_grid,
-            "pixel_values": inputs.image_patches,
-            "image_grid_thw": inputs.image_grid,
-            "second_per_grid_ts": inputs.seconds,
-        }
-    return {"input_ids": inputs.ids} | {name: x for name, x in shown.items() if x is not None}
+        return {"input_ids": inputs.ids} | _set(shown) | _llava_videos(hf, inputs)
+    shown = {
+        "mm_token_type_ids": inputs.types,
+        "pixel_values_videos": inputs.video_patches,
+        "video_grid_thw": inputs.video_grid,
+        "pixel_values": inputs.image_patches,
+        "image_grid_thw": inputs.image_grid,
+        "second_per_grid_ts": inputs.seconds,
+    }
+    return {"input_ids": inputs.ids} | _set(shown)
+
+
+def _llava_videos(hf: Any, inputs: Inputs) -> dict[str, Any]:
+    """Videos as one tensor if they have equally many frames; else what the vision tower makes of each, since the model
+    takes no other."""
+    if inputs.video_patches is None or inputs.video_grid is None:
+        return {}
+    lengths = inputs.video_grid[:, 0].tolist()
+    if len(set(lengths)) == 1:
+        return {"pixel_values_videos": inputs.video_patches.unflatten(0, (len(lengths), -1))}
+    with torch.no_grad():
+        seen = [hf.get_video_features(clip[None]).pooler_output for clip in inputs.video_patches.split(lengths)]
+    return {"mm_encoder_outputs": {"video": BaseModelOutputWithPooling(pooler_output=torch.cat(seen, dim=1))}}
+
+
+def _set(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _own_stops(hf: Any) -> list[int]:

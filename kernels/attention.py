@@ -1,6 +1,6 @@
 """Attention of a few new tokens per row over two segments: a prefix that rows may share, and the row's own entries.
 
-    attend_rows(query, own, lengths, prefix, groups, scale, fixed) -> output
+    attend_rows(query, own, lengths, prefix, groups, scale, fixed) -> output, logsumexp
     attend_chunk(query, past, new, scale) -> output, logsumexp
 
 `attend_rows` is the decode step: T = 1..32 tokens of every row, ragged. `attend_chunk` is a chunk of one prompt's
@@ -62,8 +62,9 @@ def attend_rows(
     groups: Groups | None,
     scale: float,
     fixed: bool = False,
-) -> torch.Tensor:
-    """(B, query heads, T, d); `own` already holds the T new tokens, `lengths` (B,) counts what lies before them."""
+) -> Segment:
+    """(B, query heads, T, d), and the log-sum-exp of all scores, (B, query heads, T) float32; `own` already holds the T
+    new tokens, `lengths` (B,) counts what lies before them."""
     rows, heads, width, dim = query.shape
     kv_heads = own[0].shape[1]
     packed = query.reshape(rows, kv_heads, heads // kv_heads * width, dim)
@@ -78,8 +79,8 @@ def attend_rows(
             for x in _masked(grouped, (prefix[0][:count], prefix[1][:count]), last, scale, fixed)
         ]
         seen = part[1].masked_fill((groups.prefix < 0)[:, None, None], float("-inf"))
-        out, _ = merge((out, lse), (part[0], seen))
-    return out.reshape(rows, heads, width, dim)
+        out, lse = merge((out, lse), (part[0], seen))
+    return out.reshape(rows, heads, width, dim), lse.reshape(rows, heads, width)
 
 
 def attend_chunk(

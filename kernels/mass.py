@@ -2,9 +2,10 @@
 
     attention_mass(query, key, logsumexp, scale) -> mass
 
-query: (query heads, m_t, d), the text behind the visual tokens, rotated; key: (KV heads, m_v, d), the visual tokens';
-logsumexp: (query heads, m_t), of all scores of a text token, which prefill has anyway. Mass: (KV heads, m_v), float32:
-the softmax's values, mean over the text tokens, sum over the query heads of a group. m_t × m_v of one layer at a time.
+query: (…, query heads, m_t, d), the text behind the visual tokens, rotated; key: (…, KV heads, m_v, d), the visual
+tokens'; logsumexp: (…, query heads, m_t), of all scores of a text token, which attention has anyway. Mass: (…, KV
+heads, m_v), float32: the softmax's values, mean over the text tokens, sum over the query heads of a group. m_t × m_v of
+one layer at a time.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import torch
 
 
 def attention_mass(query: torch.Tensor, key: torch.Tensor, logsumexp: torch.Tensor, scale: float) -> torch.Tensor:
-    heads, text, dim = query.shape
-    kv_heads = key.shape[0]
-    packed = query.reshape(kv_heads, heads // kv_heads * text, dim)
-    scores = (packed @ key.transpose(1, 2)).float().mul_(scale)
-    weights = scores.sub_(logsumexp.reshape(kv_heads, -1, 1)).exp_()
-    return weights.sum(1) / text
+    text, kv_heads = query.shape[-2], key.shape[-3]
+    packed = query.unflatten(-3, (kv_heads, -1)).flatten(-3, -2)
+    scores = (packed @ key.transpose(-1, -2)).float().mul_(scale)
+    weights = scores.sub_(logsumexp.unflatten(-2, (kv_heads, -1)).flatten(-2)[..., None]).exp_()
+    return weights.sum(-2) / text

@@ -55,6 +55,14 @@ class Cache:
         self.key[layer][rows, :, places] = key.transpose(1, 2)
         self.value[layer][rows, :, places] = value.transpose(1, 2)
 
+    def replace(
+        self, layer: int, at: torch.Tensor, valid: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Writes K entries per row at places `at` (B, K) where `valid` (B, K); key and value: (B, K, KV heads, d)."""
+        rows = torch.arange(len(at), device=at.device)[:, None]
+        for store, new in ((self.key[layer], key), (self.value[layer], value)):
+            store[rows, :, at] = torch.where(valid[..., None, None], new, store[rows, :, at])
+
 
 @dataclass
 class ChunkStep:
@@ -68,6 +76,7 @@ class ChunkStep:
     at: int
     prefix: tuple[Cache, int, int] | None = None  # store, row, length
     visual: torch.Tensor | None = None
+    observers: int | None = None  # so many of the chunk's last tokens are asked; all if None
     mass: list[torch.Tensor] = field(default_factory=list)  # per layer (KV heads, m_v)
 
     def attend(
@@ -81,8 +90,28 @@ class ChunkStep:
         self.store.fill(layer, self.row, self.at, key[0], value[0])
         if self.visual is not None:
             looked_at = past[-1][0][0][:, self.visual]
-            self.mass.append(attention_mass(query[0], looked_at, logsumexp[0], scale))
+            last = slice(-self.observers if self.observers else None, None)
+            self.mass.append(attention_mass(query[0, :, last], looked_at, logsumexp[0, :, last], scale))
         return out
+
+
+@dataclass
+class Look:
+    """Gathers where in their prefixes the tokens of a step look, for a selection that is made again.
+
+    places: (B, m) of the visual entries, padded with any place. width: the step's first tokens that are asked.
+    """
+
+    prefix_of_row: torch.Tensor  # (B,)
+    places: torch.Tensor
+    width: int
+    mass: list[torch.Tensor] = field(default_factory=list)  # per layer (B, KV heads, m)
+
+    def at(self, key: torch.Tensor, query: torch.Tensor, logsumexp: torch.Tensor, scale: float) -> None:
+        """key: (prefixes, KV heads, n, d)."""
+        looked_at = key[self.prefix_of_row[:, None], :, self.places].transpose(1, 2)
+        asked = slice(None, self.width)
+        self.mass.append(attention_mass(query[:, :, asked], looked_at, logsumexp[:, :, asked], scale))
 
 
 @dataclass
@@ -99,6 +128,7 @@ class RowsStep:
     groups: Groups | None = None
     mirror: tuple[Cache, torch.Tensor] | None = None
     fixed: bool = False
+    look: Look | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -107,7 +137,11 @@ class RowsStep:
         if self.mirror is not None:
             self.mirror[0].write(layer, self.mirror[1], key, value)
         prefix = self.prefix.layer(layer) if self.prefix is not None else None
-        return attend_rows(query, self.own.layer(layer), self.lengths, prefix, self.groups, scale, self.fixed)
+        own = self.own.layer(layer)
+        out, logsumexp = attend_rows(query, own, self.lengths, prefix, self.groups, scale, self.fixed)
+        if self.look is not None and prefix is not None:
+            self.look.at(prefix[0], query, logsumexp, scale)
+        return out
 
 
 def gather_view(draft: Cache, row: int, layer: int, prefix: Segment, kept: torch.Tensor, own: Segment) -> int:

@@ -1,18 +1,23 @@
 """One round of decoding: draft, verify, accept, commit (Sparse-to-Dense §3.1). A dense step is a round that drafts
-nothing. All tensors are per row; no row waits for another's length."""
+nothing, an unverified one a round that only drafts. All tensors are per row; no row waits for another's length."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from std_core.accept import accept_equal, accept_sampled
-from std_core.cache import Cache, RowsStep
+from std_core.cache import Cache, Look, RowsStep
 from std_core.kernels.attention import Groups
 from std_core.model import Model
 from std_core.sampling import Draws, Rule, bend, choose
+
+# What a draft reads: the rows' own caches; a view with the kept entries; a second model's cache.
+View = Literal["own", "kept", "second"]
 
 
 @dataclass
@@ -21,7 +26,7 @@ class Slots:
 
     prefix: Cache  # what questions on one video share
     own: Cache  # each row's entries behind it
-    draft: Cache  # the draft's view of each row
+    draft: Cache  # the draft's view of each row, unless it reads the two above
     length: torch.Tensor  # (B,) entries in `own`
     draft_length: torch.Tensor  # (B,) entries in `draft`
     position: torch.Tensor  # (B,) M-RoPE position of the row's last token
@@ -36,10 +41,12 @@ class Slots:
     groups: Groups
     generator: torch.Generator
     vocabulary: int
+    view: View = "own"
     strict: int = 0  # tokens per row to which every verification is padded, if its shape is to be fixed
 
     @classmethod
     def empty(cls, model: Model, count: int, generator: torch.Generator, strict: int = 0) -> Slots:
+        """Without a row. Views are made by who knows the draft."""
         length, draft_length, position, total, written, left = torch.zeros(
             6, count, dtype=torch.long, device=model.device
         )
@@ -70,10 +77,21 @@ class Slots:
         """(B, 1) the newest token of each row, whose entry is in no cache yet."""
         return self.history.gather(1, (self.total - 1).clamp(min=0)[:, None])
 
-    def reserve(self, width: int, drafts: bool) -> None:
+    def newest(self, count: int, ahead: int) -> torch.Tensor:
+        """(B, count) tokens of each row, up to the one `ahead` places behind its last."""
+        places = self.total[:, None] + torch.arange(ahead - count, ahead, device=self.total.device)
+        return self.history.gather(1, places.clamp(min=0))
+
+    def drafts_view(self, ahead: int) -> RowsStep:
+        """Caches for a draft step whose first token stands `ahead` places behind a row's last."""
+        if self.view == "own":  # what is written here, the verification writes over
+            return RowsStep(self.own, self.length + ahead, self.prefix, self.groups)
+        return RowsStep(self.draft, (self.draft_length + ahead).clamp(min=0))
+
+    def reserve(self, width: int) -> None:
         """Room for a round of `width` tokens; rejected ones and those of finished rows are written too."""
         self.own.reserve(int(self.length.max()) + width)
-        if drafts:
+        if self.view != "own":
             self.draft.reserve(int(self.draft_length.max()) + width)
         self.reserve_history(int(self.total.max()) + width)
 
@@ -88,6 +106,7 @@ class Drafted:
 
     tokens: torch.Tensor  # (B, γ)
     q: torch.Tensor | None = None  # (B, γ, vocabulary)
+    broken: torch.Tensor | None = None  # (B,) bool: some step gave no finite logits, where a model drafted
 
 
 @dataclass(frozen=True)
@@ -102,33 +121,52 @@ class Round:
     broken: torch.Tensor  # (B,) bool: the full model gave no finite logits
 
 
+Drafting = Callable[[Slots, int], Drafted]
+
+
 @torch.inference_mode()
-def decode_round(model: Model, slots: Slots, policy: str, gamma: int) -> Round:
+def decode_round(model: Model, slots: Slots, drafting: Drafting, gamma: int, look: Look | None = None) -> Round:
     """Moves all active rows on by 1 to γ + 1 tokens.
 
     Args:
-        policy: `ngram` looks drafts up in the row's own text; all others ask the model on the draft's view.
+        drafting: `look_up`, or `draft` with the model that drafts.
         gamma: γ; 0 is the dense step.
+        look: gathers where the verified tokens look.
     """
-    slots.reserve(max(gamma + 1, slots.strict), drafts=policy != "ngram" and gamma > 0)
-    drafted = look_up(slots, gamma) if policy == "ngram" else draft(model, slots, gamma)
-    scores, broken = verify(model, slots, drafted.tokens)
+    slots.reserve(max(gamma + 1, slots.strict))
+    drafted = drafting(slots, gamma)
+    scores, broken = verify(model, slots, drafted.tokens, look)
     tokens, accepted = accept(slots, drafted, scores)
     return commit(slots, tokens, accepted, broken)
 
 
-def draft(model: Model, slots: Slots, gamma: int) -> Drafted:
-    """γ tokens per row that the sparse view of the model would write."""
-    token, tokens, q = slots.last, [], []
+@torch.inference_mode()
+def unverified_round(slots: Slots, drafting: Drafting, gamma: int) -> Round:
+    """Moves all active rows on by γ tokens that nobody verifies: lossy, for `mode=sparse` alone."""
+    slots.reserve(gamma + 1)
+    drafted = drafting(slots, gamma)
+    everything = torch.full_like(slots.total, gamma - 1)
+    return commit(slots, drafted.tokens, everything, drafted.broken)
+
+
+def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
+    """γ tokens per row that a sparse view of the model, or a second model, would write."""
+    tokens, q, broken = [slots.last[:, :0]], [], torch.zeros_like(slots.active)
+    # after a round that was accepted whole, a second model's cache lacks the last token but one: it is fed again
+    back = int(slots.view == "second")
     for i in range(gamma):
-        logits = model.step(token, slots.position[:, None] + i, RowsStep(slots.draft, slots.draft_length + i))
+        fed = slots.newest(1 + back, i)
+        positions = slots.position[:, None] + torch.arange(i - back, i + 1, device=fed.device)
+        logits = drafter.step(fed, positions, slots.drafts_view(i - back))[:, -1:]
+        back = 0
+        broken |= ~logits.isfinite().all(-1)[:, 0]
         scores = bend(logits, slots.rules, slots.history, slots.total + i)
         token = choose(scores, slots.draws, slots.written[:, None] + i)
         slots.history.scatter_(1, (slots.total + i)[:, None], token)
         tokens.append(token)
         if slots.draws.fresh:
             q.append(scores.softmax(-1))
-    return Drafted(torch.cat([slots.last[:, :0], *tokens], dim=1), torch.cat(q, dim=1) if q else None)
+    return Drafted(torch.cat(tokens, dim=1), torch.cat(q, dim=1) if q else None, broken)
 
 
 def look_up(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
@@ -154,15 +192,17 @@ def look_up(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
     return Drafted(tokens, F.one_hot(tokens, slots.vocabulary).float())
 
 
-def verify(model: Model, slots: Slots, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def verify(
+    model: Model, slots: Slots, drafted: torch.Tensor, look: Look | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The full model's scores after the last token and after each drafted one, (B, γ + 1, vocabulary), in one step; and
     which rows got no finite ones."""
     tokens = torch.cat([slots.last, drafted], dim=1)
     width = tokens.shape[1]
     tokens = F.pad(tokens, (0, max(0, slots.strict - width)))
     positions = slots.position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-    mirror = (slots.draft, slots.draft_length) if slots.draft.capacity else None
-    kv = RowsStep(slots.own, slots.length, slots.prefix, slots.groups, mirror, fixed=slots.strict > 0)
+    mirror = (slots.draft, slots.draft_length) if slots.view == "kept" else None
+    kv = RowsStep(slots.own, slots.length, slots.prefix, slots.groups, mirror, slots.strict > 0, look)
     logits = model.step(tokens, positions, kv)[:, :width]
     broken = ~logits.isfinite().all(-1).all(-1)
     return bend(logits, slots.rules, slots.history, slots.total), broken
@@ -181,7 +221,7 @@ def accept(slots: Slots, drafted: Drafted, scores: torch.Tensor) -> tuple[torch.
     return tokens, accepted
 
 
-def commit(slots: Slots, tokens: torch.Tensor, accepted: torch.Tensor, broken: torch.Tensor) -> Round:
+def commit(slots: Slots, tokens: torch.Tensor, accepted: torch.Tensor, broken: torch.Tensor | None) -> Round:
     """Lengths move up by what is kept: the confirmed tokens and the bonus, cut at a stop id and at the row's limit.
     What a rejected token had written lies behind the length and is overwritten."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -194,4 +234,5 @@ def commit(slots: Slots, tokens: torch.Tensor, accepted: torch.Tensor, broken: t
     slots.left -= kept
     proposed = torch.where(kept <= accepted, kept, tokens.shape[1] - 1)
     stopped = (first_stop < kept) & slots.active
-    return Round(tokens, kept, torch.minimum(accepted, kept), proposed, stopped, broken & slots.active)
+    broken = torch.zeros_like(stopped) if broken is None else broken & slots.active
+    return Round(tokens, kept, torch.minimum(accepted, kept), proposed, stopped, broken)

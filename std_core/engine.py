@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from std_core import sparsity
 from std_core.batch import Batch
 from std_core.checkpoint import Checkpoint, Inputs
+from std_core.drafters import drafter_of, second_model, weight_bytes
 from std_core.model import Model
-from std_core.types import Counters, Draft, Request, Result
+from std_core.types import Counters, Draft, Mode, Request, Result
 
 
 @dataclass
@@ -33,6 +36,8 @@ class Engine:
     seed: int = 0
     strict: int = 0
     counters: Counters = field(default_factory=Counters)
+    thresholds: dict[float, dict[str, float]] = field(default_factory=dict)  # by the share of channels kept
+    drafters: dict[tuple[Any, ...], Model] = field(default_factory=dict)  # made when first asked for
 
     @classmethod
     def load(
@@ -65,6 +70,7 @@ class Engine:
         requests: Iterable[Request | None],
         draft: Draft | None,
         prepare: Callable[[Request], Inputs] | None = None,
+        mode: Mode = "std",
     ) -> Iterator[Result]:
         """Answers every request once, in the order in which they finish.
 
@@ -72,5 +78,46 @@ class Engine:
             requests: taken one by one, as slots become free; None says that there is none yet, and rows go on.
             draft: what drafts and for how long; None decodes densely.
             prepare: in place of the checkpoint's own `inputs`.
+            mode: `sparse` takes what is drafted for the answer, without a verification: lossy.
+
+        Raises:
+            ValueError: a draft that this model or mode cannot have.
         """
-        yield from Batch(self, draft, prepare or self.checkpoint.inputs).through(iter(requests))
+        yield from Batch(self, draft, prepare or self.checkpoint.inputs, mode).through(iter(requests))
+
+    # ----------------------------------------------------------------------------------------------------- drafters
+
+    def drafter(self, draft: Draft) -> Model:
+        """The model that drafts.
+
+        Raises:
+            ValueError: a second model that cannot be loaded or reads other tokens; more layers than there are.
+        """
+        key = (draft.layers, draft.channels, draft.weights, draft.model)
+        if key not in self.drafters:
+            base = self._second(draft.model) if draft.model else self.model
+            self.drafters[key] = drafter_of(base, draft, self.thresholds.get(draft.channels, {}))
+        return self.drafters[key]
+
+    def _second(self, path: str) -> Model:
+        other = Engine.load(path, dtype=str(self.model.dtype).removeprefix("torch."), device=str(self.model.device))
+        mine, theirs = self.checkpoint, other.checkpoint
+        if mine.tokenizer.get_vocab() != theirs.tokenizer.get_vocab():
+            raise ValueError(f"model {path!r} cannot draft for {mine.path!r}: their tokenizers differ")
+        if mine.takes_video != theirs.takes_video or (mine.takes_video and mine.geometry != theirs.geometry):
+            raise ValueError(f"model {path!r} cannot draft for {mine.path!r}: they cut frames differently")
+        return second_model(self.model, other.model)
+
+    def weight_keep(self, draft: Draft | None) -> float:
+        """Bytes of weights that a draft step reads, over those of a step of the model."""
+        if draft is None:
+            return 1.0
+        return 0.0 if draft.policy == "ngram" else weight_bytes(self.drafter(draft)) / weight_bytes(self.model)
+
+    def uncalibrated(self, draft: Draft | None) -> bool:
+        """Whether the draft needs thresholds that no sample of activations has given yet."""
+        return draft is not None and draft.channels < 1 and draft.channels not in self.thresholds
+
+    def calibrate(self, draft: Draft, seen: dict[str, torch.Tensor]) -> None:
+        """Settles the thresholds of a share of channels from a sample of the projections' inputs."""
+        self.thresholds[draft.channels] = sparsity.thresholds(self.model.decoder, seen, draft.channels)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:  # for the annotation only: decoding processes load these records and should start fast
     import torch
 
-Mode = Literal["std", "dense"]
+Mode = Literal["std", "dense", "sparse"]
+Policy = Literal["std", "window", "random", "specvlm", "snapkv", "full", "ngram"]
+Weights = Literal["full", "int8", "int4"]
 FinishReason = Literal["stop", "length", "error"]
 
 
@@ -99,39 +101,72 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draft:
-    """What the draft sees, and for how long it drafts before the full model verifies.
+    """How tokens are drafted: from which part of the context, with which part of the weights, and how many at a time
+    before the full model verifies.
 
     Args:
-        policy: `std` (top-K by text-to-visual attention), `window` (sinks and the newest), `random` (uniform, the
-            control), `full` (everything), `ngram` (prompt lookup: no model, the newest words' earlier continuation).
+        policy: what it sees of the visual entries. `std`: per layer and KV head the top K by the question's attention
+            (Sparse-to-Dense §3.2). `snapkv`: the same by the last 64 prompt tokens' attention, and sinks (Crossover
+            §4.1). `specvlm`: one set for all layers, the smallest that holds `nucleus` of the attention, filled up
+            evenly (SpecVLM, stages I and II). `window`: sinks and the newest. `random`: the control. `full`:
+            everything. `ngram`: prompt lookup, no model: what followed the newest words when they stood before.
         keep: kept share of the visual entries per layer and KV head, in (0, 1]; used where `k` is None.
         k: kept visual entries per layer and KV head.
         gamma: γ, tokens drafted per round.
-        sinks: of `window`, entries kept from the start.
+        nucleus: λ of `specvlm`, in (0, 1].
+        sinks: of `window` and `snapkv`, entries kept from the start.
         seed: of `random`.
+        refresh: rounds after which `std` and `snapkv` choose again, by what the newest tokens look at; 0: never.
+        layers: early exit behind so many layers (LayerSkip).
+        channels: r_P, share of the input channels of each projection that is computed with, the largest (TEAL).
+        weights: `int8` or `int4` copies of the projections, packed; `full`: the model's own.
+        model: folder or hub id of a second, smaller model with the same tokenizer that drafts from the chosen visual
+            tokens (SpecVLM's pair).
     """
 
-    policy: Literal["std", "window", "random", "full", "ngram"] = "std"
+    policy: Policy = "std"
     keep: float = 0.2
     k: int | None = None
     gamma: int = 5
+    nucleus: float = 0.5
     sinks: int = 4
     seed: int = 0
+    refresh: int = 0
+    layers: int | None = None
+    channels: float = 1.0
+    weights: Weights = "full"
+    model: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise ValueError(f"keep is {self.keep}: a share of the visual entries, above 0 and at most 1")
+        for name in ("keep", "nucleus", "channels"):
+            if not 0 < (value := getattr(self, name)) <= 1:
+                raise ValueError(f"{name} is {value}: a share above 0 and at most 1 is needed")
         if self.k is not None and self.k < 1:
             raise ValueError(f"k is {self.k}: at least one visual entry has to be kept")
         if self.gamma < 1:
             raise ValueError(f"gamma is {self.gamma}: a round drafts at least one token")
-        if self.sinks < 0:
-            raise ValueError(f"sinks is {self.sinks}: 0 or more is needed")
+        if self.layers is not None and self.layers < 1:
+            raise ValueError(f"layers is {self.layers}: the draft needs at least one")
+        for name in ("sinks", "refresh"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} is {value}: 0 or more is needed")
+        if self.refresh and (self.policy not in ("std", "snapkv") or self.model):
+            raise ValueError(
+                "refresh chooses again by attention: it goes with the policies std and snapkv of one model"
+            )
+        if self.channels < 1 and self.model:
+            raise ValueError("channels are calibrated on the model itself: they do not go with a second model")
+        if self.policy == "ngram" and (self.cheaper or self.model):
+            raise ValueError("ngram drafts without a model: layers, channels, weights and model do not go with it")
+
+    @property
+    def cheaper(self) -> bool:
+        """Whether it computes with less than the weights of its model."""
+        return self.layers is not None or self.channels < 1 or self.weights != "full"
 
     def budget(self, visual: int) -> int:
         """Visual entries kept of `visual`; never more than there are."""
-        wanted = self.k if self.k is not None else max(1, round(self.keep * visual))
-        return min(visual, visual if self.policy == "full" else wanted)
+        return min(visual, self.k if self.k is not None else max(1, round(self.keep * visual)))
 
 
 @dataclass(frozen=True)
@@ -167,6 +202,7 @@ class Result:
     num_prompt_tokens: int = 0
     num_visual_tokens: int = 0
     kv_keep: float = 1.0  # entries the draft read over entries of the context, at the end of prefill
+    weight_keep: float = 1.0  # bytes of weights the draft read over the model's
     rounds: int = 0
     proposed: int = 0
     accepted: int = 0  # bonus tokens excluded

@@ -39,9 +39,9 @@ def test_rows_over_two_segments_are_their_definition(
     under = data.draw(st.lists(st.integers(-1, len(prefixes) - 1), min_size=rows, max_size=rows))
     groups = Groups.of(under, prefixes)
     want = attention.reference_rows(query, own, before, shared, groups, dim**-0.5)  # type: ignore[arg-type]
-    got = attention.attend_rows(query, own, before, shared, groups, dim**-0.5)  # type: ignore[arg-type]
+    got, _ = attention.attend_rows(query, own, before, shared, groups, dim**-0.5)  # type: ignore[arg-type]
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
-    alone = attention.attend_rows(query, own, before, None, None, dim**-0.5)  # type: ignore[arg-type]
+    alone, _ = attention.attend_rows(query, own, before, None, None, dim**-0.5)  # type: ignore[arg-type]
     torch.testing.assert_close(
         alone.double(),
         attention.reference_rows(query, own, before, None, None, dim**-0.5),  # type: ignore[arg-type]
@@ -95,7 +95,9 @@ def test_fixed_shapes_give_a_token_the_same_bits_in_any_company(
             fixed=True,
         )
         rows, store = (tuple(x[order] for x in segment) for segment, order in ((own, slots), (shared, stored)))
-        return attention.attend_rows(query[slots], rows, torch.tensor(before)[slots], store, groups, 0.25, fixed=True)  # type: ignore[arg-type]
+        return attention.attend_rows(query[slots], rows, torch.tensor(before)[slots], store, groups, 0.25, fixed=True)[
+            0
+        ]  # type: ignore[arg-type]
 
     one = attend([0, 1, 2, 3], [0, 1, 2, 3], *alone)[0, :, 3]
     lengths[0] += shift
@@ -106,7 +108,7 @@ def test_fixed_shapes_give_a_token_the_same_bits_in_any_company(
 def test_an_empty_slot_gives_finite_numbers() -> None:
     query, cache = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8)
     groups = Groups.of([-1, 0], [0, 0])
-    out = attention.attend_rows(query, (cache, cache), torch.tensor([0, 9]), (cache, cache), groups, 0.3)
+    out, _ = attention.attend_rows(query, (cache, cache), torch.tensor([0, 9]), (cache, cache), groups, 0.3)
     assert out.isfinite().all()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train_demo_model as trainer
 from std_core import cache, decode
 from std_core.batch import Batch
 from std_core.engine import Engine
@@ -23,6 +24,15 @@ POLICIES = {
     "window": Draft("window", keep=0.2, gamma=4),
     "ngram": Draft("ngram", gamma=6),
     "full": Draft("full", gamma=7),
+    "specvlm": Draft("specvlm", keep=0.1, gamma=4),
+    "snapkv": Draft("snapkv", k=6, gamma=3),
+    "refresh": Draft("std", keep=0.1, gamma=4, refresh=2),
+    "layerskip": Draft("full", layers=2, gamma=3),
+    "teal": Draft("full", channels=0.4, gamma=4),
+    "composition": Draft("std", keep=0.3, channels=0.6, gamma=5),
+    "int8": Draft("full", weights="int8", gamma=6),
+    "int4": Draft("std", weights="int4", gamma=2),
+    "everything": Draft("snapkv", keep=0.5, channels=0.5, layers=4, weights="int4", refresh=1, gamma=3),
 }
 
 
@@ -38,8 +48,19 @@ def test_tokens_are_those_of_generate(engine: Engine, requests: list[Request], e
     assert len(results) == len(requests)
 
 
-def test_a_draft_that_keeps_everything_is_always_accepted(engine: Engine, requests: list[Request]) -> None:
-    results = list(engine.run(requests, Draft("full", gamma=4)))
+@pytest.mark.parametrize(
+    "draft",
+    [
+        Draft("full", gamma=4),
+        Draft("std", keep=1.0, gamma=4),
+        Draft("snapkv", k=10_000, gamma=3, refresh=1),
+        Draft("full", layers=5, gamma=4),
+    ],
+)
+def test_a_draft_that_keeps_everything_is_always_accepted(
+    engine: Engine, requests: list[Request], draft: Draft
+) -> None:
+    results = list(engine.run(requests, draft))
     assert sum(r.proposed for r in results) > 50
     assert [r.accepted for r in results] == [r.proposed for r in results]
 
@@ -52,7 +73,7 @@ def test_it_would_not_be_if_verified_values_did_not_replace_drafted_ones(
             super().__init__(own, lengths, *rest[:2])  # type: ignore[arg-type]
 
     monkeypatch.setattr(decode, "RowsStep", Unmirrored)
-    results = list(engine.run(requests, Draft("full", gamma=4)))
+    results = list(engine.run(requests, Draft("std", keep=1.0, gamma=4)))
     assert sum(r.accepted for r in results) < sum(r.proposed for r in results)
 
 
@@ -205,6 +226,86 @@ def test_images_and_several_videos_in_one_prompt(
         for draft in (None, Draft("random", gamma=3)):
             (result,) = engine.run([request], draft)
             assert result.token_ids == generate(engine, request)
+
+
+# ------------------------------------------------------------------------------------------- drafts beyond selection
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second model with the same tokenizer, of other sizes; untrained, so it knows nothing."""
+    folder = tmp_path_factory.mktemp("second")
+    torch.manual_seed(11)
+    words = trainer.tokenizer()
+    model = trainer.build("demo", words)
+    text = model.config.text_config
+    text.num_hidden_layers, text.hidden_size, text.intermediate_size = 2, 96, 128
+    text.num_attention_heads, text.num_key_value_heads, text.layer_types = 3, 1, text.layer_types[:2]
+    model.config.vision_config.hidden_size = 96
+    trainer.save(type(model)(model.config).float(), words, folder)
+    return folder
+
+
+def test_a_second_model_drafts_and_changes_no_token(
+    engine: Engine, requests: list[Request], expected: dict, other_model: Path
+) -> None:
+    results = list(engine.run(requests, Draft("specvlm", keep=0.3, gamma=4, model=str(other_model))))
+    assert {r.request_id: r.token_ids for r in results} == expected
+    assert all(r.weight_keep < 0.4 and r.kv_keep < 1 for r in results)
+
+
+def test_a_second_model_that_is_the_first_is_always_accepted(
+    engine: Engine, requests: list[Request], tiny_model: Path
+) -> None:
+    """Its cache has what it would have had without rejections, also after rounds that were accepted whole."""
+    sampling = Sampling(24, temperature=0.9, seed=3)
+    asked = [*requests, *(replace(r, request_id=r.request_id + "s", sampling=sampling) for r in requests)]
+    results = list(engine.run(asked, Draft("std", keep=1.0, gamma=4, model=str(tiny_model))))
+    assert sum(r.proposed for r in results) > 50
+    assert [r.accepted for r in results] == [r.proposed for r in results]
+
+
+def test_second_models_that_cannot_draft_are_refused(engine: Engine, tmp_path: Path, requests: list[Request]) -> None:
+    words = trainer.tokenizer()
+    words.add_tokens(["<another>"])
+    model = trainer.build("demo", words)
+    trainer.save(model, words, tmp_path)
+    with pytest.raises(ValueError, match="tokenizers differ"):
+        next(engine.run(requests, Draft("specvlm", model=str(tmp_path))))
+    with pytest.raises(ValueError, match="5"):
+        next(engine.run(requests, Draft("full", layers=6)))
+
+
+def test_cheaper_weights_are_counted(engine: Engine, requests: list[Request]) -> None:
+    """float32: an eighth of the bytes at 4 bits, a quarter at 8, and their scales."""
+    keep = {
+        name: next(engine.run(requests[:1], draft)).weight_keep
+        for name, draft in {
+            "int8": Draft("full", weights="int8"),
+            "int4": Draft("full", weights="int4"),
+            "half": Draft("full", channels=0.5),
+            "two": Draft("full", layers=2),
+            "full": Draft("std"),
+            "ngram": Draft("ngram"),
+        }.items()
+    }
+    assert keep["full"] == 1.0 and keep["ngram"] == 0.0
+    assert 0.25 < keep["int8"] < 0.27 and 0.125 < keep["int4"] < 0.2
+    assert 0.5 < keep["half"] < 0.57 and 0.4 < keep["two"] < 0.47  # the head is read whole
+
+
+def test_unverified_decoding_writes_what_the_draft_would(engine: Engine, requests: list[Request]) -> None:
+    """With everything kept that is the model's own text; with little of it another."""
+    dense = {r.request_id: r.token_ids for r in engine.run(requests, None)}
+    for draft in (Draft("full", gamma=4), Draft("std", keep=1.0, gamma=1)):
+        results = list(engine.run(requests, draft, mode="sparse"))
+        assert {r.request_id: r.token_ids for r in results} == dense
+        assert all(r.proposed == r.accepted == 0 for r in results)
+    few = {r.request_id: r.token_ids for r in engine.run(requests, Draft("random", k=1, gamma=3), mode="sparse")}
+    assert few != dense
+    for draft in (None, Draft("ngram"), Draft("full", layers=2), Draft(model="x")):
+        with pytest.raises(ValueError, match="sparse"):
+            next(engine.run(requests, draft, mode="sparse"))
 
 
 # --------------------------------------------------------------------------------------------------------- strict

@@ -1,0 +1,78 @@
+"""Projections with 8-bit or 4-bit weights: PyTorch's own packed products on a CPU, plain products elsewhere.
+
+    pack(weight, bits) -> Packed
+    low_bit_linear(x, packed, bias) -> y
+
+weight: (out, in). 8 bits: one scale per output channel. 4 bits: one scale and offset per `GROUP` input channels.
+x: (…, in), any floating type; y: (…, out).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+GROUP = 32  # input channels that share a scale at 4 bits
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Weights as the product takes them."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor  # 8 bits: (out,); 4 bits: (in / GROUP, out, 2), scale and the value of level 8
+    bits: int
+    plain: torch.Tensor | None = None  # (out, in) unpacked again, where no packed product exists
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.numel() * self.weight.element_size() + self.scale.numel() * self.scale.element_size()
+
+
+def packable(weight: torch.Tensor, bits: int) -> bool:
+    """Whether the packed product takes this shape; 4 bits need whole groups, and 16 output channels at a time."""
+    return bits == 8 or (weight.shape[1] % GROUP == 0 and weight.shape[0] % 16 == 0)
+
+
+def pack(weight: torch.Tensor, bits: int) -> Packed:
+    levels, scale = (_levels8 if bits == 8 else _levels4)(weight.float())
+    scale = scale.to(weight.dtype)
+    if weight.device.type == "cpu":
+        stored = levels if bits == 8 else torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        return Packed(stored, scale, bits)
+    stored = levels if bits == 8 else levels[:, ::2].to(torch.uint8) << 4 | levels[:, 1::2].to(torch.uint8)
+    return Packed(stored, scale, bits, unpacked(levels, scale, bits).to(weight.dtype))
+
+
+def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+    """(out, in) float32: what the levels stand for; the definition."""
+    if bits == 8:
+        return levels.float() * scale.float()[:, None]
+    step, middle = (x.transpose(0, 1)[..., None].float() for x in scale.unbind(-1))
+    return ((levels.unflatten(1, (-1, GROUP)) - 8) * step + middle).flatten(1)
+
+
+def low_bit_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    flat = x.flatten(0, -2)
+    if packed.plain is not None:
+        y = flat @ packed.plain.T
+    elif packed.bits == 8:
+        y = torch.ops.aten._weight_int8pack_mm(flat, packed.weight, packed.scale)
+    else:
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, packed.weight, GROUP, packed.scale)
+    y = y if bias is None else y + bias
+    return y.unflatten(0, x.shape[:-1])
+
+
+def _levels8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = weight.abs().amax(1).clamp(min=1e-8) / 127
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+def _levels4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    grouped = weight.unflatten(1, (-1, GROUP))
+    low, high = grouped.amin(2), grouped.amax(2)
+    step = (high - low).clamp(min=1e-8) / 15
+    levels = ((grouped - low[..., None]) / step[..., None]).round().clamp(0, 15).to(torch.int32).flatten(1)
+    return levels, torch.stack([step, low + 8 * step], dim=-1).transpose(0, 1).contiguous()

@@ -1,0 +1,144 @@
+"""The model that drafts: the same weights with fewer of them read, none of them copied but the low-bit ones.
+
+A drafter is a `Model` whose text stack is a second tree of modules over the same parameters. What it leaves out is
+layers (LayerSkip), input channels (TEAL), or bits; what it sees of the context is not decided here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from std_core.kernels.low_bit import low_bit_linear, pack, packable
+from std_core.kernels.sparse_linear import sparsified
+from std_core.model import Model
+from std_core.types import Draft
+
+BITS = {"int8": 8, "int4": 4}
+
+
+def drafter_of(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> Model:
+    """The model as a draft computes with it.
+
+    Args:
+        thresholds: of `channels`, by the projection's name in `projections`.
+
+    Raises:
+        ValueError: an early exit behind more layers than there are.
+    """
+    if not draft.cheaper:
+        return model
+    cheap = copy.copy(model)
+    cheap.decoder = _second_tree(model.decoder)
+    if draft.layers is not None:
+        _exit_early(cheap, draft.layers)
+    for name, linear in list(projections(cheap.decoder)):
+        _put(cheap.decoder, name, _cheaper(linear, draft, thresholds.get(name)))
+    if draft.weights != "full":
+        cheap.head = _low_bit(model.head, BITS[draft.weights])
+    return cheap
+
+
+def second_model(model: Model, partner: Model) -> Model:
+    """A smaller model as the draft of another: its logits over the other's vocabulary (large models of a family pad
+    theirs further)."""
+    draft = copy.copy(partner)
+    draft.head = _Fitted(partner.head, model.vocabulary)
+    return draft
+
+
+def projections(decoder: Any) -> Iterator[tuple[str, nn.Linear]]:
+    """The seven of each layer, by name."""
+    return ((f"layers.{name}", m) for name, m in decoder.layers.named_modules() if isinstance(m, nn.Linear))
+
+
+def weight_bytes(drafter: Model) -> int:
+    """Bytes of weights that one draft step reads for a single row: projections and head."""
+    leaves = [m for m in drafter.decoder.layers.modules() if isinstance(m, (nn.Linear, LowBitLinear, SparseLinear))]
+    inner = {id(m.inner) for m in leaves if isinstance(m, SparseLinear)}
+    return sum(_bytes(m) for m in [*leaves, drafter.head] if id(m) not in inner)
+
+
+def _bytes(module: Any) -> int:
+    if isinstance(module, SparseLinear):
+        return round(_bytes(module.inner) * module.keep)
+    if isinstance(module, LowBitLinear):
+        return module.packed.nbytes
+    if isinstance(module, _Fitted):
+        return _bytes(module.inner)
+    return module.weight.numel() * module.weight.element_size()
+
+
+# ------------------------------------------------------------------------------------------------------- projections
+
+
+class SparseLinear(nn.Module):
+    """`inner` over the input channels above a magnitude; `keep` is their share in the sample that set the threshold."""
+
+    def __init__(self, inner: nn.Module, threshold: float, keep: float):
+        super().__init__()
+        self.inner, self.threshold, self.keep = inner, threshold, keep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(sparsified(x, self.threshold))
+
+
+class LowBitLinear(nn.Module):
+    """A projection with packed weights of its own."""
+
+    def __init__(self, linear: nn.Linear, bits: int):
+        super().__init__()
+        self.packed, self.bias = pack(linear.weight, bits), linear.bias
+        self.out_features = linear.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return low_bit_linear(x, self.packed, self.bias)
+
+
+class _Fitted(nn.Module):
+    """A head whose logits are cut or filled up to a vocabulary."""
+
+    def __init__(self, inner: nn.Module, vocabulary: int):
+        super().__init__()
+        self.inner, self.out_features = inner, vocabulary
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.inner(x)[..., : self.out_features]
+        return F.pad(logits, (0, self.out_features - logits.shape[-1]), value=-1e9)
+
+
+def _cheaper(linear: nn.Linear, draft: Draft, threshold: float | None) -> nn.Module:
+    made: nn.Module = linear if draft.weights == "full" else _low_bit(linear, BITS[draft.weights])
+    return made if threshold is None else SparseLinear(made, threshold, draft.channels)
+
+
+def _low_bit(linear: nn.Linear, bits: int) -> nn.Module:
+    """8 bits where 4 do not fit the shape."""
+    return LowBitLinear(linear, bits if packable(linear.weight, bits) else 8)
+
+
+# -------------------------------------------------------------------------------------------------------------- trees
+
+
+def _second_tree(decoder: nn.Module) -> Any:
+    """Other module objects over the same parameters and buffers."""
+    shared = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
+    return copy.deepcopy(decoder, shared)
+
+
+def _exit_early(model: Model, layers: int) -> None:
+    if layers > model.layers:
+        raise ValueError(f"the draft's layers are {layers}: the model has {model.layers}")
+    model.decoder.layers = model.decoder.layers[:layers]
+    model.decoder.config.num_hidden_layers = layers
+    model.layers = layers
+
+
+def _put(decoder: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(decoder.get_submodule(parent), leaf, module)

@@ -17,7 +17,7 @@ from pipeline.config import model_path
 from pipeline.frames import Limits, decode
 from pipeline.types import FramePlan, Frames, RequestError, VideoInfo
 from std_core.engine import Engine
-from std_core.types import Draft, Request, Result
+from std_core.types import Draft, Mode, Request, Result
 
 NO_PIXELS = np.empty((0, 0, 0, 3), np.uint8)
 
@@ -59,9 +59,11 @@ class EngineActor:
         """Nothing more will be fed. To be called once every `feed` has returned: calls may overtake each other."""
         self.fed.put(None)
 
-    def run(self, draft: Draft | None) -> Iterator[Result]:
+    def run(self, draft: Draft | None, mode: Mode) -> Iterator[Result]:
         """Results as rows finish, until what was fed before `end` is answered."""
-        yield from self.engine.run(self._line(), draft)
+        if draft is not None and draft.model:
+            draft = replace(draft, model=model_path(draft.model))  # where this process has it
+        yield from self.engine.run(self._line(), draft, mode=mode)
 
     def _line(self) -> Iterator[Request | None]:
         """What is in line; None while nothing is, so that the engine's rows go on meanwhile (the driver may be waiting

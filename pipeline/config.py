@@ -38,8 +38,10 @@ class Job:
     output: str = _flag("", "folder or bucket prefix for Parquet parts and ledger")
     model: str = _flag("demo", "preset of conf/model, hub id, or folder")
     draft: str = _flag("auto", "preset of conf/draft; auto is std")
-    mode: Literal["std", "dense"] = _flag(
-        "std", "std drafts sparsely and verifies; dense is the plain loop, with the same text"
+    mode: Literal["std", "dense", "sparse"] = _flag(
+        "std",
+        "std drafts sparsely and verifies; dense is the plain loop, with the same text; sparse does not verify: "
+        "another text, for drafts that have passed a retrieval test on the model at hand",
     )
     gamma: int | None = _flag(None, "tokens drafted per round, in place of the preset's")
     keep: float | None = _flag(None, "share of the visual entries that the draft reads, in place of the preset's")
@@ -283,6 +285,8 @@ def draft_of(job: Job) -> Draft | None:
     values |= {key: value for key in ("keep", "k", "gamma") if (value := getattr(job, key)) is not None}
     try:
         draft = Draft(**values)
+        if job.mode == "sparse":
+            draft.check_unverified()
     except ValueError as error:
         raise UsageError(str(error)) from error
     if job.strict and job.strict <= draft.gamma:

@@ -19,7 +19,7 @@ from pipeline.prepare import Failed, Requests, manifest_of, waves, window_of
 from pipeline.sink import Output, open_output
 from pipeline.types import Frames, Planned, RequestError, RunError, UsageError
 from std_core.checkpoint import Checkpoint
-from std_core.types import Result
+from std_core.types import Draft, Result
 
 
 def main(argv: Sequence[str], prog: str, default_prompt: str = DEFAULT_PROMPT, dry: bool = False) -> int:
@@ -72,6 +72,17 @@ def load(job: Job) -> Checkpoint:
     return checkpoint
 
 
+def draft_for(job: Job, checkpoint: Checkpoint) -> Draft | None:
+    """The job's draft, if it can draft for the job's model. Raises UsageError."""
+    draft = draft_of(job)
+    if draft is not None and draft.model:
+        try:
+            Checkpoint.load(model_path(draft.model)).check_drafts_for(checkpoint)
+        except ValueError as error:
+            raise UsageError(f"--draft {job.draft}: {error}") from error
+    return draft
+
+
 def prompts_of(job: Job, default_prompt: str) -> tuple[str, ...]:
     """What each video is asked. Raises UsageError for a file of prompts that cannot be read."""
     if not job.prompts:
@@ -88,7 +99,7 @@ def prompts_of(job: Job, default_prompt: str) -> tuple[str, ...]:
 def plan_job(job: Job, default_prompt: str) -> int:
     """Prints what the job would do; the last line is JSON."""
     checkpoint = load(job)
-    draft_of(job), window_of(job, checkpoint)  # what is wrong for a run is wrong for its plan
+    draft_for(job, checkpoint), window_of(job, checkpoint)  # what is wrong for a run is wrong for its plan
     manifest = manifest_of(job, prompts_of(job, default_prompt))
     requests = Requests(islice(manifest.items(), job.limit), job, checkpoint.revision, set())
     failed: list[Failed] = []
@@ -106,7 +117,8 @@ def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT) -> dict[str, Any]:
         UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended early and resumes.
     """
     began = time.monotonic()
-    draft, checkpoint = draft_of(job), load(job)
+    checkpoint = load(job)
+    draft = draft_for(job, checkpoint)
     window = window_of(job, checkpoint)
     manifest = manifest_of(job, prompts_of(job, default_prompt))
     options: dict[str, Any] = {"retry_failed": job.retry_failed, "rows_per_part": job.rows_per_part}

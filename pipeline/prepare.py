@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import islice
 from typing import TypeVar
 
 from pipeline import storage
-from pipeline.config import Job
+from pipeline.config import Job, draft_of
 from pipeline.identity import request_id
 from pipeline.manifest import Manifest, open_manifest
 from pipeline.probe import probe
@@ -69,6 +70,12 @@ class Requests:
                     if fingerprint not in done:
                         yield pending
 
+    @cached_property
+    def sparse(self) -> dict[str, object] | None:
+        """Of `--mode sparse` the draft, which then makes the text; γ is no part of what it sees."""
+        draft = draft_of(self.job) if self.job.mode == "sparse" else None
+        return None if draft is None else {k: v for k, v in asdict(draft).items() if k != "gamma"}
+
     def _id(self, item: Item, size: int | None, version: str | None) -> str:
         return request_id(
             video_uri=item.video_uri,
@@ -81,6 +88,7 @@ class Requests:
             dtype=self.job.dtype,
             given_id=item.given_id,
             occurrence=item.occurrence,
+            sparse=self.sparse,
         )
 
 

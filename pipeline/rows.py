@@ -26,7 +26,7 @@ class Provenance:
     def columns(self) -> dict[str, Any]:
         name = "dense" if self.draft is None else "std" if self.job.draft == "auto" else self.job.draft
         model = {"model": self.job.model, "model_revision": self.revision}
-        return {**model, "draft": name, "weight_keep": 1.0, "attempts": 1}
+        return {**model, "draft": name, "attempts": 1}
 
 
 def answered(run: Provenance, planned: Planned, frames: Frames | None, result: Result) -> dict[str, Any]:
@@ -81,6 +81,7 @@ def _written(result: Result) -> dict[str, Any]:
         "num_visual_tokens": result.num_visual_tokens,
         "num_generated_tokens": len(result.token_ids),
         "kv_keep": result.kv_keep,
+        "weight_keep": result.weight_keep,
         "gamma": result.proposed / result.rounds if result.rounds else 0.0,
         "rounds": result.rounds,
         "proposed": result.proposed,

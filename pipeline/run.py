@@ -45,7 +45,7 @@ def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: i
         options, settings = _share()
         settings |= {"dtype": job.dtype, "max_num_seqs": job.max_num_seqs, "strict": job.strict}
         engine = EngineActor.options(**options).remote(job.model, settings)  # type: ignore[attr-defined]
-        line = _Line(job, max_model_len, emit, engine, engine.run.remote(draft), _videos(waves))
+        line = _Line(job, max_model_len, emit, engine, engine.run.remote(draft, job.mode), _videos(waves))
         try:
             while not line.finished:
                 line.admit()

@@ -34,8 +34,10 @@ class Batch:
     def __init__(self, engine: Engine, draft: Draft | None, prepare: Callable[[Request], Inputs], mode: Mode = "std"):
         if draft and engine.strict and engine.strict <= draft.gamma:
             raise ValueError(f"strict pads to {engine.strict} tokens a row, but γ = {draft.gamma} verifies more")
-        if mode == "sparse" and (draft is None or draft.policy == "ngram" or draft.model or draft.layers):
-            raise ValueError("mode sparse takes a selection or activation sparsity, no other draft")
+        if mode == "sparse":
+            if draft is None:
+                raise ValueError("mode sparse needs a draft")
+            draft.check_unverified()
         self.engine, self.model, self.draft, self.mode = engine, engine.model, draft, mode
         self.gamma = draft.gamma if draft else 0
         generator = torch.Generator(self.model.device).manual_seed(engine.seed)

@@ -88,6 +88,14 @@ class Checkpoint:
             raise ValueError(f"model {path!r} has no chat template, which says where in a prompt a video stands")
         return found
 
+    def check_drafts_for(self, other: Checkpoint) -> None:
+        """Raises ValueError where this model cannot be the draft of another: it reads other tokens or cuts frames
+        differently."""
+        if self.tokenizer.get_vocab() != other.tokenizer.get_vocab():
+            raise ValueError(f"model {self.path!r} cannot draft for {other.path!r}: their tokenizers differ")
+        if self.takes_video != other.takes_video or (self.takes_video and self.geometry != other.geometry):
+            raise ValueError(f"model {self.path!r} cannot draft for {other.path!r}: they cut frames differently")
+
     @property
     def takes_video(self) -> bool:
         """Whether a request may show anything; there is a `geometry` only then."""

@@ -27,16 +27,13 @@ def drafter_of(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> M
 
     Args:
         thresholds: of `channels`, by the projection's name in `projections`.
-
-    Raises:
-        ValueError: an early exit behind more layers than there are.
     """
     if not draft.cheaper:
         return model
     cheap = copy.copy(model)
     cheap.decoder = _second_tree(model.decoder)
-    if draft.layers is not None:
-        _exit_early(cheap, draft.layers)
+    if draft.depth < 1:
+        _exit_early(cheap, max(1, round(draft.depth * model.layers)))
     for name, linear in list(projections(cheap.decoder)):
         _put(cheap.decoder, name, _cheaper(linear, draft, thresholds.get(name)))
     if draft.weights != "full":
@@ -132,8 +129,6 @@ def _second_tree(decoder: nn.Module) -> Any:
 
 
 def _exit_early(model: Model, layers: int) -> None:
-    if layers > model.layers:
-        raise ValueError(f"the draft's layers are {layers}: the model has {model.layers}")
     model.decoder.layers = model.decoder.layers[:layers]
     model.decoder.config.num_hidden_layers = layers
     model.layers = layers

@@ -10,9 +10,11 @@ import torch
 
 from std_core import sparsity
 from std_core.batch import Batch
+from std_core.cache import Cache
 from std_core.checkpoint import Checkpoint, Inputs
 from std_core.drafters import drafter_of, second_model, weight_bytes
 from std_core.model import Model
+from std_core.prefill import Prefix
 from std_core.types import Counters, Draft, Mode, Request, Result
 
 
@@ -24,6 +26,8 @@ class Engine:
         max_num_seqs: slots, rows that decode together.
         prefill_chunk: tokens of a prompt that are prefilled between two rounds, at most.
         seed: of draws by requests that sample and have no seed of their own.
+        keep_prefixes: what is known of a video outlives a run, for callers whose `Request.video` names the same content
+            for as long as the engine lives.
         strict: tokens per row to which every verification is padded; γ must be less. The same bits then come out
             whatever drafts, γ below it, and who shares the batch, in bfloat16 too: those of the dense loop with the
             same slots and `strict`. 0: each step as wide as it needs to be.
@@ -35,7 +39,9 @@ class Engine:
     prefill_chunk: int = 2048
     seed: int = 0
     strict: int = 0
+    keep_prefixes: bool = False
     counters: Counters = field(default_factory=Counters)
+    prefixes: tuple[Cache, list[Prefix]] | None = None
     thresholds: dict[float, dict[str, float]] = field(default_factory=dict)  # by the share of channels kept
     drafters: dict[tuple[Any, ...], Model] = field(default_factory=dict)  # made when first asked for
 
@@ -91,22 +97,18 @@ class Engine:
         """The model that drafts.
 
         Raises:
-            ValueError: a second model that cannot be loaded or reads other tokens; more layers than there are.
+            ValueError: a second model that cannot be loaded or reads other tokens.
         """
-        key = (draft.layers, draft.channels, draft.weights, draft.model)
+        key = (draft.depth, draft.channels, draft.weights, draft.model)
         if key not in self.drafters:
             base = self._second(draft.model) if draft.model else self.model
             self.drafters[key] = drafter_of(base, draft, self.thresholds.get(draft.channels, {}))
         return self.drafters[key]
 
     def _second(self, path: str) -> Model:
-        other = Engine.load(path, dtype=str(self.model.dtype).removeprefix("torch."), device=str(self.model.device))
-        mine, theirs = self.checkpoint, other.checkpoint
-        if mine.tokenizer.get_vocab() != theirs.tokenizer.get_vocab():
-            raise ValueError(f"model {path!r} cannot draft for {mine.path!r}: their tokenizers differ")
-        if mine.takes_video != theirs.takes_video or (mine.takes_video and mine.geometry != theirs.geometry):
-            raise ValueError(f"model {path!r} cannot draft for {mine.path!r}: they cut frames differently")
-        return second_model(self.model, other.model)
+        second = Checkpoint.load(path)
+        second.check_drafts_for(self.checkpoint)
+        return second_model(self.model, Model.load(second, self.model.dtype, str(self.model.device)))
 
     def weight_keep(self, draft: Draft | None) -> float:
         """Bytes of weights that a draft step reads, over those of a step of the model."""

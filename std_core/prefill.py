@@ -31,7 +31,7 @@ OBSERVERS = 64  # of a prompt's last tokens, whose attention the policy `snapkv`
 
 
 @dataclass(frozen=True)
-class _Prefix:
+class Prefix:
     """A row of the prefix store: whose it is (None while it is being filled), how long, and when it was filled."""
 
     key: tuple[str, float, list[int]] | None = None
@@ -67,7 +67,18 @@ class Prefill:
     ):
         self.engine, self.model, self.slots, self.draft, self.prepare = engine, engine.model, slots, draft, prepare
         self.seated = seated
-        self.prefixes = [_Prefix() for _ in range(engine.max_num_seqs)]
+        self.prefixes = self._prefix_store()
+        drafter = engine.drafter(draft) if draft and draft.depth < 1 else None  # entries of other layers are not read
+        self._layers_read = drafter.layers / self.model.layers if drafter and slots.view != "second" else 1.0
+
+    def _prefix_store(self) -> list[Prefix]:
+        """Of this run, or the engine's own that outlives it; the slots get its entries."""
+        if not self.engine.keep_prefixes:
+            return [Prefix() for _ in range(self.engine.max_num_seqs)]
+        if self.engine.prefixes is None:
+            self.engine.prefixes = self.slots.prefix, [Prefix() for _ in range(self.engine.max_num_seqs)]
+        self.slots.prefix, known = self.engine.prefixes
+        return known
 
     def admit(self, request: Request, slot: int) -> Pieces:
         """A Row for the slot, or a Result if the request ends already."""
@@ -98,7 +109,7 @@ class Prefill:
             prompt=length,
             visual=len(inputs.visual),
             limit=min(request.sampling.max_tokens, self.engine.checkpoint.max_model_len - length),
-            kv_keep=held / length * self._layers_read(),
+            kv_keep=held / length * self._layers_read,
             weight_keep=self.engine.weight_keep(self.draft),
             vision_s=vision_s,
             prefill_s=0.0,
@@ -130,7 +141,7 @@ class Prefill:
             if prompt.request.video and known.key == key:
                 return self._own_prefix(row), 0.0
         row = self._free_prefix()
-        self.prefixes[row] = _Prefix(None, cut)
+        self.prefixes[row] = Prefix(None, cut)
         began = time.perf_counter()
         features = None
         if len(inputs.visual):
@@ -146,7 +157,7 @@ class Prefill:
             engine.counters.chunks += 1
             yield
         engine.counters.prefix_prefills += 1
-        self.prefixes[row] = _Prefix(key, cut, used=engine.counters.prefix_prefills)
+        self.prefixes[row] = Prefix(key, cut, used=engine.counters.prefix_prefills)
         return row, seen - began
 
     def _own_prefix(self, row: int) -> int:
@@ -229,12 +240,6 @@ class Prefill:
             held = gather_view(self.slots.draft, slot, layer, shared, kept, own)
         self.slots.draft_length[slot] = held
         return held, Chosen(places, len(always), chosen[0].shape[1] if chosen else 0)
-
-    def _layers_read(self) -> float:
-        """Share of its layers that the draft's model has; entries of the others are not read."""
-        if self.draft is None or self.draft.layers is None or self.draft.model:
-            return 1.0
-        return self.draft.layers / self.model.layers
 
     def _second(self, prompt: _Prompt, slot: int, kept: torch.Tensor) -> Generator[None, None, int]:
         """Prefill of the second model, which sees the kept part of the prefix and the suffix, at their true places."""

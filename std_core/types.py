@@ -117,7 +117,7 @@ class Draft:
         sinks: of `window` and `snapkv`, entries kept from the start.
         seed: of `random`.
         refresh: rounds after which `std` and `snapkv` choose again, by what the newest tokens look at; 0: never.
-        layers: early exit behind so many layers (LayerSkip).
+        depth: share of the layers, in (0, 1], behind which it exits (LayerSkip).
         channels: r_P, share of the input channels of each projection that is computed with, the largest (TEAL).
         weights: `int8` or `int4` copies of the projections, packed; `full`: the model's own.
         model: folder or hub id of a second, smaller model with the same tokenizer that drafts from the chosen visual
@@ -132,21 +132,19 @@ class Draft:
     sinks: int = 4
     seed: int = 0
     refresh: int = 0
-    layers: int | None = None
+    depth: float = 1.0
     channels: float = 1.0
     weights: Weights = "full"
     model: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("keep", "nucleus", "channels"):
+        for name in ("keep", "nucleus", "depth", "channels"):
             if not 0 < (value := getattr(self, name)) <= 1:
                 raise ValueError(f"{name} is {value}: a share above 0 and at most 1 is needed")
         if self.k is not None and self.k < 1:
             raise ValueError(f"k is {self.k}: at least one visual entry has to be kept")
         if self.gamma < 1:
             raise ValueError(f"gamma is {self.gamma}: a round drafts at least one token")
-        if self.layers is not None and self.layers < 1:
-            raise ValueError(f"layers is {self.layers}: the draft needs at least one")
         for name in ("sinks", "refresh"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} is {value}: 0 or more is needed")
@@ -157,12 +155,17 @@ class Draft:
         if self.channels < 1 and self.model:
             raise ValueError("channels are calibrated on the model itself: they do not go with a second model")
         if self.policy == "ngram" and (self.cheaper or self.model):
-            raise ValueError("ngram drafts without a model: layers, channels, weights and model do not go with it")
+            raise ValueError("ngram drafts without a model: depth, channels, weights and model do not go with it")
+
+    def check_unverified(self) -> None:
+        """Raises ValueError where the draft's text cannot stand for itself (`mode=sparse`)."""
+        if self.policy == "ngram" or self.model or self.depth < 1:
+            raise ValueError("mode sparse takes a selection or activation sparsity, no other draft")
 
     @property
     def cheaper(self) -> bool:
         """Whether it computes with less than the weights of its model."""
-        return self.layers is not None or self.channels < 1 or self.weights != "full"
+        return self.depth < 1 or self.channels < 1 or self.weights != "full"
 
     def budget(self, visual: int) -> int:
         """Visual entries kept of `visual`; never more than there are."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import config
-from pipeline.config import Job, draft_of, model_path, parse_job
+from pipeline.config import Job, draft_of, model_path, parse_job, presets
 from pipeline.types import FrameOptions, UsageError
 from std_core.types import Sampling
 
@@ -161,6 +161,18 @@ def test_drafts_come_from_presets_and_flags() -> None:
     for words in map(str.split, wrong):
         with pytest.raises(UsageError):
             draft_of(parse(*words))
+
+
+@pytest.mark.parametrize("name", presets("draft"))
+def test_every_preset_is_a_draft(name: str) -> None:
+    assert draft_of(parse("--draft", name)) is not None
+
+
+def test_only_a_selection_or_sparse_channels_may_go_unverified() -> None:
+    assert draft_of(parse("--mode", "sparse", "--draft", "composition")) is not None
+    for name in ("ngram", "layerskip", "pair-demo"):
+        with pytest.raises(UsageError, match="mode sparse"):
+            draft_of(parse("--mode", "sparse", "--draft", name))
 
 
 def test_models_are_presets_folders_or_hub_ids(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,3 +92,16 @@ def test_no_window_beyond_the_models_own(checkpoint: Checkpoint) -> None:
     assert window_of(Job(), checkpoint) == checkpoint.max_model_len
     with pytest.raises(UsageError, match="--max-model-len"):
         window_of(Job(max_model_len=checkpoint.max_model_len + 1), checkpoint)
+
+
+def test_a_texts_draft_is_part_of_its_identity_only_where_it_makes_the_text(tmp_path: Path) -> None:
+    def ids(**settings: Any) -> set[str]:
+        job = Job(input=str(tmp_path), **settings)
+        items = [Item(str(tmp_path / "a.mp4"), "?")]
+        return {p.request_id for p in Requests(items, job, "1", set()).without_row(frozenset())}
+
+    assert ids() == ids(draft="random") == ids(mode="dense") == ids(gamma=2)
+    sparse = ids(mode="sparse")
+    assert sparse != ids() and sparse == ids(mode="sparse", gamma=2)
+    assert sparse != ids(mode="sparse", keep=0.5)
+    assert sparse != ids(mode="sparse", draft="teal")

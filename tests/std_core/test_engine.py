@@ -27,12 +27,12 @@ POLICIES = {
     "specvlm": Draft("specvlm", keep=0.1, gamma=4),
     "snapkv": Draft("snapkv", k=6, gamma=3),
     "refresh": Draft("std", keep=0.1, gamma=4, refresh=2),
-    "layerskip": Draft("full", layers=2, gamma=3),
+    "layerskip": Draft("full", depth=0.4, gamma=3),
     "teal": Draft("full", channels=0.4, gamma=4),
     "composition": Draft("std", keep=0.3, channels=0.6, gamma=5),
     "int8": Draft("full", weights="int8", gamma=6),
     "int4": Draft("std", weights="int4", gamma=2),
-    "everything": Draft("snapkv", keep=0.5, channels=0.5, layers=4, weights="int4", refresh=1, gamma=3),
+    "everything": Draft("snapkv", keep=0.5, channels=0.5, depth=0.8, weights="int4", refresh=1, gamma=3),
 }
 
 
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_generate(engine: Engine, requests: list[Request], e
         Draft("full", gamma=4),
         Draft("std", keep=1.0, gamma=4),
         Draft("snapkv", k=10_000, gamma=3, refresh=1),
-        Draft("full", layers=5, gamma=4),
+        Draft("full", depth=0.95, gamma=4),
     ],
 )
 def test_a_draft_that_keeps_everything_is_always_accepted(
@@ -169,6 +169,14 @@ def test_questions_on_one_video_share_its_vision_pass_and_its_prefix(tiny_model:
     assert {k: r.token_ids for k, r in shared.items()} == {k: r.token_ids for k, r in alone.items()}
 
 
+def test_prefixes_that_are_kept_outlive_a_run(tiny_model: Path, requests: list[Request]) -> None:
+    asked = [replace(r, video=r.request_id) for r in requests[:3]]
+    engine = Engine.load(str(tiny_model), max_num_seqs=4, keep_prefixes=True)
+    runs = [{r.request_id: r.token_ids for r in engine.run(asked, d)} for d in (None, Draft(), Draft("random", k=1))]
+    assert runs[0] == runs[1] == runs[2]
+    assert (engine.counters.vision_passes, engine.counters.prefix_prefills) == (3, 3)
+
+
 def test_prefill_in_small_chunks_gives_the_same_tokens(
     tiny_model: Path, requests: list[Request], expected: dict
 ) -> None:
@@ -272,8 +280,6 @@ def test_second_models_that_cannot_draft_are_refused(engine: Engine, tmp_path: P
     trainer.save(model, words, tmp_path)
     with pytest.raises(ValueError, match="tokenizers differ"):
         next(engine.run(requests, Draft("specvlm", model=str(tmp_path))))
-    with pytest.raises(ValueError, match="5"):
-        next(engine.run(requests, Draft("full", layers=6)))
 
 
 def test_cheaper_weights_are_counted(engine: Engine, requests: list[Request]) -> None:
@@ -284,7 +290,7 @@ def test_cheaper_weights_are_counted(engine: Engine, requests: list[Request]) ->
             "int8": Draft("full", weights="int8"),
             "int4": Draft("full", weights="int4"),
             "half": Draft("full", channels=0.5),
-            "two": Draft("full", layers=2),
+            "two": Draft("full", depth=0.4),
             "full": Draft("std"),
             "ngram": Draft("ngram"),
         }.items()
@@ -303,7 +309,7 @@ def test_unverified_decoding_writes_what_the_draft_would(engine: Engine, request
         assert all(r.proposed == r.accepted == 0 for r in results)
     few = {r.request_id: r.token_ids for r in engine.run(requests, Draft("random", k=1, gamma=3), mode="sparse")}
     assert few != dense
-    for draft in (None, Draft("ngram"), Draft("full", layers=2), Draft(model="x")):
+    for draft in (None, Draft("ngram"), Draft("full", depth=0.4), Draft(model="x")):
         with pytest.raises(ValueError, match="sparse"):
             next(engine.run(requests, draft, mode="sparse"))
 

@@ -79,12 +79,12 @@ def test_random_differs_between_layers_rows_and_seeds_and_repeats_itself() -> No
         {"gamma": 0},
         {"nucleus": 0.0},
         {"channels": 1.1},
-        {"layers": 0},
+        {"depth": 0.0},
         {"refresh": -1},
         {"refresh": 2, "policy": "random"},
         {"refresh": 2, "model": "small"},
         {"channels": 0.5, "model": "small"},
-        {"layers": 2, "policy": "ngram"},
+        {"depth": 0.5, "policy": "ngram"},
     ],
 )
 def test_a_draft_out_of_range_is_refused(bad: dict) -> None:

@@ -60,6 +60,6 @@ def test_activations_are_recorded_and_the_model_stays_as_it_was(engine: Engine) 
         f"layers.0.mlp.{p}_proj": 3 for p in ("gate", "up", "down")
     }
     names = [name for name, _ in projections(decoder)]
-    cheap = drafter_of(engine.model, Draft("full", channels=0.5, layers=2), dict.fromkeys(names, 0.1))
+    cheap = drafter_of(engine.model, Draft("full", channels=0.5, depth=0.4), dict.fromkeys(names, 0.1))
     assert len(names) == 7 * 5 and [name for name, _ in projections(decoder)] == names
     assert {id(p) for p in cheap.decoder.parameters()} <= {id(p) for p in decoder.parameters()}

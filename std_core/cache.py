@@ -7,7 +7,9 @@ attention function in each layer. Keys are kept after rotation, so gathered entr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +20,11 @@ from std_core.kernels.mass import attention_mass
 
 
 class Cache:
-    """(layers) × (rows, KV heads, capacity, head size), keys and values; grows, never shrinks."""
+    """(layers) × (rows, KV heads, capacity, head size), keys and values; grows, never shrinks. `devices`: of each
+    layer."""
 
-    def __init__(self, layers: int, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str):
-        self.key = [torch.zeros(rows, kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
+    def __init__(self, devices: Sequence[Any], rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
+        self.key = [torch.zeros(rows, kv_heads, 0, head_dim, dtype=dtype, device=device) for device in devices]
         self.value = [torch.zeros_like(k) for k in self.key]
 
     @property
@@ -89,7 +92,7 @@ class ChunkStep:
         out, logsumexp = attend_chunk(query, past, (key, value), scale)
         self.store.fill(layer, self.row, self.at, key[0], value[0])
         if self.visual is not None:
-            looked_at = past[-1][0][0][:, self.visual]
+            looked_at = past[-1][0][0][:, self.visual.to(query.device)]
             last = slice(-self.observers if self.observers else None, None)
             self.mass.append(attention_mass(query[0, :, last], looked_at, logsumexp[0, :, last], scale))
         return out
@@ -109,7 +112,8 @@ class Look:
 
     def at(self, key: torch.Tensor, query: torch.Tensor, logsumexp: torch.Tensor, scale: float) -> None:
         """key: (prefixes, KV heads, n, d)."""
-        looked_at = key[self.prefix_of_row[:, None], :, self.places].transpose(1, 2)
+        rows, places = self.prefix_of_row.to(key.device)[:, None], self.places.to(key.device)
+        looked_at = key[rows, :, places].transpose(1, 2)
         asked = slice(None, self.width)
         self.mass.append(attention_mass(query[:, :, asked], looked_at, logsumexp[:, :, asked], scale))
 
@@ -133,6 +137,8 @@ class RowsStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        if self.lengths.device != query.device:
+            self._move(query.device)
         self.own.write(layer, self.lengths, key, value)
         if self.mirror is not None:
             self.mirror[0].write(layer, self.mirror[1], key, value)
@@ -143,12 +149,19 @@ class RowsStep:
             self.look.at(prefix[0], query, logsumexp, scale)
         return out
 
+    def _move(self, device: torch.device) -> None:
+        """Follows a model whose layers are spread over devices: a layer's caches are where it is."""
+        self.lengths = self.lengths.to(device)
+        self.groups = self.groups.to(device) if self.groups is not None else None
+        if self.mirror is not None:
+            self.mirror = self.mirror[0], self.mirror[1].to(device)
+
 
 def gather_view(draft: Cache, row: int, layer: int, prefix: Segment, kept: torch.Tensor, own: Segment) -> int:
     """Fills a draft's row with the kept entries of a prefix and all of the row's own; returns the entries it holds.
 
     prefix, own: (1, KV heads, n, head size); kept: (KV heads, K) places in the prefix.
     """
-    draft.fill(layer, row, 0, *(gather_entries(x[0], kept) for x in prefix))
+    draft.fill(layer, row, 0, *(gather_entries(x[0], kept.to(x.device)) for x in prefix))
     draft.fill(layer, row, kept.shape[1], *(x[0] for x in own))
     return kept.shape[1] + own[0].shape[2]

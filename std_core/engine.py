@@ -52,6 +52,7 @@ class Engine:
         *,
         dtype: str = "float32",
         device: str = "cpu",
+        pipeline_parallel_size: int = 1,
         threads: int | None = None,
         **settings: int,
     ) -> Engine:
@@ -59,6 +60,7 @@ class Engine:
 
         Args:
             dtype: `float32` or `bfloat16`.
+            pipeline_parallel_size: devices over which the layers are spread, from `device` on (`cuda` is `cuda:0`).
             threads: CPU threads of this process; PyTorch's own choice if not given.
             settings: fields of `Engine`.
 
@@ -68,7 +70,8 @@ class Engine:
         if threads is not None:
             torch.set_num_threads(threads)
         checkpoint = Checkpoint.load(path)
-        return cls(Model.load(checkpoint, getattr(torch, dtype), device), checkpoint, **settings)  # type: ignore[arg-type]
+        model = Model.load(checkpoint, getattr(torch, dtype), *devices_from(device, pipeline_parallel_size))
+        return cls(model, checkpoint, **settings)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def run(
@@ -123,3 +126,11 @@ class Engine:
     def calibrate(self, draft: Draft, seen: dict[str, torch.Tensor]) -> None:
         """Settles the thresholds of a share of channels from a sample of the projections' inputs."""
         self.thresholds[draft.channels] = sparsity.thresholds(self.model.decoder, seen, draft.channels)
+
+
+def devices_from(device: str, count: int) -> list[str]:
+    """`count` devices of a kind, the given one first; of CPUs torch knows one."""
+    if count == 1 or device == "cpu":
+        return [device] * count
+    kind, _, first = device.partition(":")
+    return [f"{kind}:{int(first or 0) + n}" for n in range(count)]

@@ -7,10 +7,12 @@ interleave.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import dispatch_model
 from safetensors import SafetensorError
 from transformers import AttentionInterface, GgufConfig
 
@@ -103,13 +105,15 @@ class Model:
         self.levels = 1 + len(getattr(tower, "deepstack_visual_indexes", ()))
         self.vocabulary = self.head.out_features
         self.dtype, self.device = self.embedding.weight.dtype, self.embedding.weight.device
+        spread = getattr(hf, "hf_device_map", {})
+        self.devices = [spread.get(name, self.device) for name in layer_names(hf)]  # of each layer
         if why := self._strange():
             self.detach()
             raise ValueError(f"{name} {why}, which cannot be driven")
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Model:
-        """A checkpoint's weights, read in full (GGUF's unpacked).
+    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, *devices: str) -> Model:
+        """A checkpoint's weights, read in full (GGUF's unpacked), on one device or with its layers spread over several.
 
         Raises:
             ValueError: they are missing, incomplete, or of an architecture that cannot be driven.
@@ -124,7 +128,9 @@ class Model:
             raise ValueError(f"the weights of model {checkpoint.path!r} cannot be read: {why}") from error
         if lacking := sorted(read["missing_keys"]):
             raise ValueError(f"model {checkpoint.path!r} lacks {len(lacking)} weights, {lacking[0]} among them")
-        return cls(hf.to(device))
+        if len(devices) > 1:  # accelerate's hooks move what passes from one layer to the next
+            return cls(dispatch_model(hf, spread(hf, devices), force_hooks=True))
+        return cls(hf.to(devices[0]))
 
     def attach(self) -> None:
         """Puts our attention in place; the model's own `generate` does not work as long as it is."""
@@ -149,7 +155,7 @@ class Model:
         return None if torch.allclose(ours, theirs, equal_nan=True) else "does more to its logits than its head"
 
     def new_cache(self, rows: int) -> Cache:
-        return Cache(self.layers, rows, self.kv_heads, self.head_dim, self.dtype, self.device)
+        return Cache(self.devices[: self.layers], rows, self.kv_heads, self.head_dim, self.dtype)
 
     def see(self, inputs: Inputs) -> torch.Tensor:
         """The vision tower: (m_v, hidden × levels) features of all visual tokens, in the order of their places."""
@@ -232,3 +238,26 @@ def _attention_of(config: Any) -> dict[str, str]:
     """The names of a model's attention, as `set_attn_implementation` takes them."""
     parts = {name: getattr(config, name)._attn_implementation for name in config.sub_configs}
     return {"": config._attn_implementation} | parts
+
+
+def layer_names(hf: Any) -> list[str]:
+    """The text stack's layers, by their names in the whole model, in order."""
+    names = {id(module): name for name, module in hf.named_modules()}
+    return [names[id(layer)] for layer in hf.get_decoder().layers]
+
+
+def spread(hf: Any, devices: Sequence[str]) -> dict[str, str]:
+    """A device map for accelerate: equally many layers to each device, in order, and all else (vision tower, embedding,
+    norm, head) to the first, so that tokens are fed and chosen in one place.
+
+    Raises:
+        ValueError: more devices than layers.
+    """
+    names = layer_names(hf)
+    if len(devices) > len(names):
+        raise ValueError(f"{len(names)} layers cannot be spread over {len(devices)} devices")
+    of_layer = {name: devices[at * len(devices) // len(names)] for at, name in enumerate(names)}
+    others = [n for n, m in hf.named_modules() if n and not any(x == n or x.startswith(f"{n}.") for x in names)]
+    inside = tuple(f"{name}." for name in names)
+    top = [n for n in others if not n.startswith(inside) and not any(n.startswith(f"{o}.") for o in others)]
+    return of_layer | dict.fromkeys(top, devices[0])

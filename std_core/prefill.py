@@ -226,7 +226,7 @@ class Prefill:
         always = text.nonzero()[:, 0]
         chosen = select(self.draft, mass, row_seed=prompt.length) if cut and self.draft.policy != "full" else []
         if self.slots.view == "second":
-            kept = places[chosen[0][0]] if chosen else places
+            kept = places[chosen[0][0].to(places.device)] if chosen else places
             held = yield from self._second(prompt, slot, torch.cat([always, kept]).sort().values)
             return held, None
         held = 0
@@ -234,7 +234,7 @@ class Prefill:
         for layer in range(self.model.layers):
             kept = always.expand(self.model.kv_heads, -1)
             if chosen:
-                kept = torch.cat([kept, places[chosen[layer]]], dim=1)
+                kept = torch.cat([kept, places[chosen[layer].to(places.device)]], dim=1)
             shared = self.slots.prefix.row(layer, max(prefix, 0), cut)
             own = self.slots.own.row(layer, slot, prompt.length - cut)
             held = gather_view(self.slots.draft, slot, layer, shared, kept, own)

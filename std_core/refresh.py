@@ -42,10 +42,9 @@ def reselect(draft: Draft, slots: Slots, rows: Sequence[Row | None], look: Look)
     for layer, mass in enumerate(look.mass):
         if draft.policy == "snapkv":
             mass = with_sinks(mass, draft.sinks)
-        top = mass.masked_fill(beyond[:, None], float("-inf")).topk(most, dim=2).indices  # (B, KV heads, most)
+        top = mass.to(device).masked_fill(beyond[:, None], float("-inf")).topk(most, dim=2).indices
         places = look.places[:, None].expand(-1, len(heads), -1).gather(2, top)
-        key, value = (
-            store[layer][prefixes, heads[:, None], places].transpose(1, 2)
-            for store in (slots.prefix.key, slots.prefix.value)
-        )
-        slots.draft.replace(layer, at + step, step < count, key, value)
+        there = slots.prefix.key[layer].device
+        where = prefixes.to(there), heads[:, None].to(there), places.to(there)
+        key, value = (store[layer][where].transpose(1, 2) for store in (slots.prefix.key, slots.prefix.value))
+        slots.draft.replace(layer, (at + step).to(there), (step < count).to(there), key, value)

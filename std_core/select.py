@@ -20,8 +20,8 @@ def select(draft: Draft, mass: Sequence[torch.Tensor], row_seed: int) -> list[to
         Per layer (KV heads, K) places among the row's visual tokens, ascending.
     """
     if draft.policy == "specvlm":
-        chosen = _nucleus(torch.stack([m.sum(0) for m in mass]).sum(0), draft).expand(len(mass[0]), -1)
-        return [chosen] * len(mass)
+        whole = torch.stack([m.sum(0).to(mass[0].device) for m in mass]).sum(0)
+        return [_nucleus(whole, draft).expand(len(mass[0]), -1)] * len(mass)
     seeds = ((draft.seed * 1_000_003 + row_seed) * 1_009 + layer for layer in range(len(mass)))
     return [_POLICIES[draft.policy](m, draft, seed).sort(dim=1).values for m, seed in zip(mass, seeds, strict=True)]
 

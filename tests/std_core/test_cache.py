@@ -14,7 +14,7 @@ SLOTS, HEADS, DIM = 3, 2, 4
 def test_writes_land_behind_each_rows_length_and_nowhere_else(
     fills: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    cache = Cache(2, SLOTS, HEADS, DIM, torch.float32, "cpu")
+    cache = Cache(["cpu"] * 2, SLOTS, HEADS, DIM, torch.float32)
     model = [torch.zeros(HEADS, 0, DIM) for _ in range(SLOTS)]  # layer 1, keys
     for row, length in fills:  # chunk by chunk
         at = model[row].shape[1]
@@ -38,7 +38,7 @@ def test_writes_land_behind_each_rows_length_and_nowhere_else(
 
 
 def test_a_view_holds_the_kept_entries_of_the_prefix_and_all_of_the_rows_own() -> None:
-    prefix, own, draft = (Cache(1, 2, HEADS, DIM, torch.float32, "cpu") for _ in range(3))
+    prefix, own, draft = (Cache(["cpu"], 2, HEADS, DIM, torch.float32) for _ in range(3))
     entries = torch.arange(HEADS * 10 * DIM, dtype=torch.float32).view(HEADS, 10, DIM)
     for cache in (prefix, own, draft):
         cache.reserve(10)

@@ -16,7 +16,7 @@ STOP = 9
 def slots_of(rows: int) -> Slots:
     """Slots of a model that is nothing but its sizes."""
     model = SimpleNamespace(
-        device="cpu", vocabulary=10, new_cache=lambda count: Cache(1, count, 1, 1, torch.float32, "cpu")
+        device="cpu", vocabulary=10, new_cache=lambda count: Cache(["cpu"], count, 1, 1, torch.float32)
     )
     return Slots.empty(model, rows, torch.Generator())  # type: ignore[arg-type]
 

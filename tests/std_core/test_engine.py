@@ -13,7 +13,8 @@ import torch
 import train_demo_model as trainer
 from std_core import cache, decode
 from std_core.batch import Batch
-from std_core.engine import Engine
+from std_core.engine import Engine, devices_from
+from std_core.model import layer_names, spread
 from std_core.types import Draft, Request, Sampling
 
 POLICIES = {
@@ -312,6 +313,33 @@ def test_unverified_decoding_writes_what_the_draft_would(engine: Engine, request
     for draft in (None, Draft("ngram"), Draft("full", depth=0.4), Draft(model="x")):
         with pytest.raises(ValueError, match="sparse"):
             next(engine.run(requests, draft, mode="sparse"))
+
+
+# ---------------------------------------------------------------------------------------------- layers over devices
+
+
+def test_layers_are_spread_in_order_and_all_else_stays_together(engine: Engine) -> None:
+    placed = spread(engine.model.hf, ["a", "b"])
+    layers = layer_names(engine.model.hf)
+    assert [placed[name] for name in layers] == ["a", "a", "a", "b", "b"]
+    parameters = [name for name, _ in engine.model.hf.named_parameters()]
+    for name in parameters:
+        assert sum(name.startswith(f"{module}.") for module in placed) == 1, name
+    assert {placed[m] for m in placed if m not in layers} == {"a"}
+    with pytest.raises(ValueError, match="5 layers cannot be spread over 6"):
+        spread(engine.model.hf, ["a"] * 6)
+
+
+@pytest.mark.parametrize("draft", [None, Draft("std", refresh=1), Draft("specvlm", weights="int8", depth=0.8)])
+def test_a_model_over_two_devices_writes_the_same(
+    tiny_model: Path, requests: list[Request], expected: dict, draft: Draft | None
+) -> None:
+    """As far as a CPU can tell, which torch counts once: accelerate's hooks run, but no tensor is ever found on the
+    wrong device."""
+    assert devices_from("cuda", 2) == ["cuda:0", "cuda:1"] and devices_from("cuda:2", 2) == ["cuda:2", "cuda:3"]
+    two = Engine.load(str(tiny_model), pipeline_parallel_size=2, max_num_seqs=3)
+    assert all(hasattr(layer, "_hf_hook") for layer in two.model.decoder.layers)
+    assert {r.request_id: r.token_ids for r in two.run(requests, draft)} == expected
 
 
 # --------------------------------------------------------------------------------------------------------- strict

@@ -63,6 +63,7 @@ class Job:
     max_model_len: int | None = _flag(None, "prompt, visual tokens and text together at most; default: the model's own")
     dtype: Literal["float32", "bfloat16"] = _flag("float32", "of weights and cache")
     strict: int = _flag(0, "pad verifications to N tokens a row: one text in bfloat16, whatever drafts; 0: don't")
+    pipeline_parallel_size: int = _flag(1, "GPUs of one machine over which an engine spreads the model's layers")
     limit: int | None = _flag(None, "only the first N requests of the input")
     dry_run: bool = _flag(False, "probe and plan only: no frame is decoded, nothing is written")
     retry_failed: bool = _flag(False, "run again what earlier runs left as error rows")
@@ -72,7 +73,14 @@ class Job:
     rows_per_part: int = _flag(512, "rows in a Parquet part at most")
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "rows_per_part", "max_model_len", "limit", "max_bytes_in_flight"):
+        for name in (
+            "max_num_seqs",
+            "rows_per_part",
+            "max_model_len",
+            "limit",
+            "max_bytes_in_flight",
+            "pipeline_parallel_size",
+        ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{_hyphened(name)} is {value}: at least 1 is needed")
         if not 0 <= self.max_error_fraction <= 1:

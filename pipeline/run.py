@@ -42,8 +42,9 @@ def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: i
         RunError: the engine died, the cluster is too small, or SIGINT or SIGTERM arrived.
     """
     with cluster(job), _signals() as stopped:
-        options, settings = _share()
-        settings |= {"dtype": job.dtype, "max_num_seqs": job.max_num_seqs, "strict": job.strict}
+        options, settings = _share(job.pipeline_parallel_size)
+        for name in ("dtype", "max_num_seqs", "strict", "pipeline_parallel_size"):
+            settings[name] = getattr(job, name)
         engine = EngineActor.options(**options).remote(job.model, settings)  # type: ignore[attr-defined]
         line = _Line(job, max_model_len, emit, engine, engine.run.remote(draft, job.mode), _videos(waves))
         try:
@@ -253,14 +254,17 @@ def _start(job: Job) -> None:
     ray.init(address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=store, **quiet)
 
 
-def _share() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Ray's options and the engine's settings: a GPU if there is one, else all cores of a machine but those that
-    decode, since threads of an engine that share cores with a decoder slow each other down tenfold."""
+def _share(gpus: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Ray's options and the engine's settings: its GPUs of one machine if there are any, else all cores of a machine but
+    those that decode, since threads of an engine that share cores with a decoder slow each other down tenfold."""
     resources = ray.cluster_resources()
     if resources.get("CPU", 0) < 2:
         raise RunError("the cluster has fewer than 2 CPUs; an engine and a decoder need one each")
     if resources.get("GPU", 0) >= 1:
-        return {"num_gpus": 1, "num_cpus": 1}, {"device": "cuda"}
+        most = max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
+        if most < gpus:
+            raise RunError(f"--pipeline-parallel-size is {gpus}: no machine of the cluster has more than {most:g} GPUs")
+        return {"num_gpus": gpus, "num_cpus": 1}, {"device": "cuda"}
     cores = int(max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
     threads = max(1, cores - max(1, cores // 4))
     return {"num_cpus": threads}, {"device": "cpu", "threads": threads}

@@ -255,8 +255,8 @@ def _start(job: Job) -> None:
 
 
 def _share(gpus: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Ray's options and the engine's settings: its GPUs of one machine if there are any, else all cores of a machine but
-    those that decode, since threads of an engine that share cores with a decoder slow each other down tenfold."""
+    """Ray's options and the engine's settings: its GPUs if there are any, else all cores of a machine but those that
+    decode, since threads of an engine that share cores with a decoder slow each other down tenfold."""
     resources = ray.cluster_resources()
     if resources.get("CPU", 0) < 2:
         raise RunError("the cluster has fewer than 2 CPUs; an engine and a decoder need one each")

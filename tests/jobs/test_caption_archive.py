@@ -93,6 +93,26 @@ def test_dense_and_std_write_the_same_with_memory_for_one_video_at_a_time(
     assert len(list((tmp_path / "dense").glob("part-*.parquet"))) >= 3
 
 
+def test_a_pair_writes_what_its_larger_model_would(run: Any, archive: Path, tmp_path: Path) -> None:
+    demo = ("--model=demo", "--max-tokens=48")
+    pair = run(archive, tmp_path / "pair", *demo, "--draft=pair-demo")
+    run(archive, tmp_path / "dense", *demo, "--mode=dense")
+    assert texts_of(tmp_path / "pair") == texts_of(tmp_path / "dense")
+    assert pair["errors"] == 0 and pair["accepted_per_round"] > 0 and pair["kv_keep"] < 1
+    assert all(row["weight_keep"] < 0.35 for row in rows_of(tmp_path / "pair").values())
+
+
+def test_unverified_texts_are_requests_of_their_own(run: Any, archive: Path, tmp_path: Path) -> None:
+    words = ("--mode=sparse", "--draft=random", "--keep=0.05", "--max-tokens=16")
+    run(archive, tmp_path / "out", "--max-tokens=16")
+    verified = texts_of(tmp_path / "out")
+    assert run(archive, tmp_path / "out", *words)["new"] == 6
+    both = read(str(tmp_path / "out")).to_pylist()
+    sparse = {(r["video_uri"], r["prompt"]): r["text"] for r in both if r["proposed"] == 0}
+    assert len(both) == 12 and set(sparse) == set(verified) and sparse != verified
+    assert run(archive, tmp_path / "out", *words)["new"] == 0
+
+
 def test_failures_are_retried_on_demand(run: Any, archive: Path, tmp_path: Path) -> None:
     failed = run(archive, tmp_path / "out", "--max-model-len", "20")
     assert (failed["requests"], failed["errors"], failed["videos_decoded"]) == (6, 6, 0)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import acceptance_measures as measures
 import acceptance_subjects as subjects
 from acceptance_subjects import Subject
+from rich.console import Console
+from rich.table import Table
+
 from pipeline.config import parse_flags
 from pipeline.types import UsageError
 from std_core.drafters import weight_bytes
@@ -31,11 +31,11 @@ from std_core.types import Draft, Result
 GAMMA, KEEP, CHANNELS = 5, 0.2, 0.5
 KEEPS = (0.05, 0.1, 0.2, 0.3, 0.5)
 GAMMAS = (2, 5, 9)
-NUCLEI = (0.3, 0.5, 0.7, 0.9)
+NUCLEI = (0.1, 0.3, 0.5, 0.9)
 SAMPLES = 2  # prompts besides the measured ones, from which λ is chosen
 BATCHES = (1, 2, 4, 8)
 SHORT = 512  # tokens of context where activations are recorded
-TOKENS = {False: 40, True: 96}  # written per request, by whether the model sees
+PROMPTS, TOKENS = {False: 4, True: 8}, {False: 40, True: 96}  # by whether the model sees; tokens are per request
 SCORED = 128  # tokens of each prompt's continuation that perplexity is of
 COLUMNS = ("draft", "budget", "gamma", "context", "accepted_per_round", "stderr", "alpha", "kv_entries", "weight_bytes")
 
@@ -46,7 +46,7 @@ class Flags:
 
     model: str = "demo"
     context: int = 4100  # tokens, of a model that sees visual tokens
-    prompts: int = 4
+    prompts: int | None = None  # pieces of prose, 4, or clips, 8
     tokens: int | None = None  # per request; 40 of prose, up to 96 of a clip
     threads: int = 2
 
@@ -54,14 +54,16 @@ class Flags:
 def run(argv: list[str]) -> dict[str, Any]:
     """The suite's figures; the table goes to standard error."""
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite acceptance")
-    if flags.context < 128 or flags.prompts < 1:
-        raise UsageError(f"--context {flags.context} and --prompts {flags.prompts}: at least 128 and 1 are needed")
+    for name, least in (("context", 128), ("prompts", 1), ("tokens", 2)):
+        if (value := getattr(flags, name)) is not None and value < least:
+            raise UsageError(f"--{name} is {value}: at least {least} is needed")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         engine = subjects.engine_of(flags.model, Path(folder), flags.threads)
-    asked = _asked(flags, engine, range(flags.prompts))
+    prompts = flags.prompts or PROMPTS[engine.checkpoint.takes_video]
+    asked = _asked(flags, engine, range(prompts))
     engine = replace(engine, max_num_seqs=asked.contexts())
-    chosen, tried = nucleus(engine, _asked(flags, engine, range(flags.prompts, flags.prompts + SAMPLES)))
+    chosen, tried = nucleus(engine, _asked(flags, engine, range(prompts, prompts + SAMPLES)))
     dense = {r.request_id: r.token_ids for r in _answered(engine, asked, None)}
     console, rows = Console(stderr=True, width=140), []
     for name, draft in drafts(chosen):

@@ -83,7 +83,7 @@ def run(argv: list[str]) -> dict[str, Any]:
 
 def drafts(nucleus: float) -> Iterator[tuple[str, Draft]]:
     """What is measured, by name: each draft of the papers, then the curves over K and γ of those that select."""
-    sees_all = {"policy": "full", "keep": 1.0, "gamma": GAMMA}
+    sees_all: dict[str, Any] = {"policy": "full", "keep": 1.0, "gamma": GAMMA}
     yield "std", Draft("std", keep=1.0, gamma=GAMMA)
     for keep in KEEPS:
         for policy in ("std", "snapkv", "specvlm", "random", "window"):

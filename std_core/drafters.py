@@ -33,12 +33,17 @@ def drafter_of(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> M
     cheap = copy.copy(model)
     cheap.decoder = _second_tree(model.decoder)
     if draft.depth < 1:
-        _exit_early(cheap, max(1, round(draft.depth * model.layers)))
+        _exit_early(cheap, layers_read(draft, model.layers))
     for name, linear in list(projections(cheap.decoder)):
         _put(cheap.decoder, name, _cheaper(linear, draft, thresholds.get(name)))
     if draft.weights != "full":
         cheap.head = _low_bit(model.head, BITS[draft.weights])
     return cheap
+
+
+def layers_read(draft: Draft, layers: int) -> int:
+    """Of a model's layers those that a draft runs through."""
+    return max(1, round(draft.depth * layers))
 
 
 def second_model(model: Model, partner: Model) -> Model:

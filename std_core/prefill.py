@@ -17,6 +17,7 @@ import torch
 from std_core.cache import ChunkStep, gather_view
 from std_core.checkpoint import Inputs
 from std_core.decode import Slots
+from std_core.drafters import layers_read
 from std_core.row import Chosen, Row
 from std_core.sampling import Draws, bend, choose, settle
 from std_core.select import select
@@ -68,8 +69,8 @@ class Prefill:
         self.engine, self.model, self.slots, self.draft, self.prepare = engine, engine.model, slots, draft, prepare
         self.seated = seated
         self.prefixes = self._prefix_store()
-        drafter = engine.drafter(draft) if draft and draft.depth < 1 else None  # entries of other layers are not read
-        self._layers_read = drafter.layers / self.model.layers if drafter and slots.view != "second" else 1.0
+        layers = self.model.layers  # entries of layers behind an early exit are not read
+        self._layers_read = layers_read(draft, layers) / layers if draft and slots.view != "second" else 1.0
 
     def _prefix_store(self) -> list[Prefix]:
         """Of this run, or the engine's own that outlives it; the slots get its entries."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from std_core.drafters import drafter_of, projections
+from std_core.drafters import SparseLinear, drafter_of, projections
 from std_core.engine import Engine
 from std_core.kernels.sparse_linear import sparsified
 from std_core.sparsity import recorded, thresholds
-from std_core.types import Draft
+from std_core.types import Draft, Request, Sampling
 
 
 class _Decoder(nn.Module):
@@ -63,3 +65,12 @@ def test_activations_are_recorded_and_the_model_stays_as_it_was(engine: Engine) 
     cheap = drafter_of(engine.model, Draft("full", channels=0.5, depth=0.4), dict.fromkeys(names, 0.1))
     assert len(names) == 7 * 5 and [name for name, _ in projections(decoder)] == names
     assert {id(p) for p in cheap.decoder.parameters()} <= {id(p) for p in decoder.parameters()}
+
+
+def test_an_early_exit_leaves_channels_out_too(engine: Engine) -> None:
+    """Thresholds are known only when the first prompt has been read; no drafter is made before."""
+    draft, engine = Draft("full", depth=0.5, channels=0.5), replace(engine, thresholds={}, drafters={})
+    result = next(engine.run([Request("a", "Describe this.", sampling=Sampling(3))], draft))
+    made = [m for m in engine.drafter(draft).decoder.modules() if isinstance(m, SparseLinear)]
+    assert len(made) == 7 * engine.drafter(draft).layers and result.error is None
+    assert result.weight_keep < engine.weight_keep(Draft("full", depth=0.5))

@@ -29,6 +29,7 @@ from std_core.engine import Engine
 from std_core.types import Draft, Result
 
 GAMMA, KEEP, CHANNELS = 5, 0.2, 0.5
+PRUNED = 0.1  # what SpecVLM keeps
 KEEPS = (0.05, 0.1, 0.2, 0.3, 0.5)
 GAMMAS = (2, 5, 9)
 NUCLEI = (0.1, 0.3, 0.5, 0.9)
@@ -88,10 +89,9 @@ def drafts(nucleus: float) -> Iterator[tuple[str, Draft]]:
     for keep in KEEPS:
         for policy in ("std", "snapkv", "specvlm", "random", "window"):
             yield policy, Draft(policy, keep=keep, gamma=GAMMA, nucleus=nucleus)
-    for keep in (0.1, KEEP):
-        yield "specvlm_stage1", Draft("specvlm", keep=keep, gamma=GAMMA, nucleus=1.0)
-        for rounds in (1, 2):
-            yield f"refresh_{rounds}", Draft("std", keep=keep, gamma=GAMMA, refresh=rounds)
+    yield "specvlm_stage1", Draft("specvlm", keep=PRUNED, gamma=GAMMA, nucleus=1.0)
+    for rounds in (1, 2):
+        yield f"refresh_{rounds}", Draft("std", keep=KEEP, gamma=GAMMA, refresh=rounds)
     for gamma in GAMMAS:
         if gamma != GAMMA:
             yield "std", Draft("std", keep=KEEP, gamma=gamma)
@@ -109,7 +109,7 @@ def nucleus(engine: Engine, samples: Subject) -> tuple[float, dict[str, float]]:
     own = replace(engine, max_num_seqs=samples.contexts(), prefixes=None)
     tried = {}
     for share in NUCLEI:
-        results = _answered(own, samples, Draft("specvlm", keep=0.1, gamma=GAMMA, nucleus=share))
+        results = _answered(own, samples, Draft("specvlm", keep=PRUNED, gamma=GAMMA, nucleus=share))
         tried[share] = round(_accepted(results)[0], 4)
     return max(tried, key=lambda share: tried[share]), {str(share): rate for share, rate in tried.items()}
 
@@ -187,13 +187,12 @@ def _perplexities(engine: Engine, asked: Subject) -> dict[str, float]:
     """Of prose alone: what follows a clip is not known."""
     if not asked.following:
         return {}
-    views = {"dense": Draft("full")}
-    for keep in (0.1, 0.2, 0.3):
-        views |= {f"{policy} {keep}": Draft(policy, keep=keep) for policy in ("snapkv", "std", "random", "window")}
+    views = {"dense": Draft("full"), f"snapkv {PRUNED}": Draft("snapkv", keep=PRUNED)}
+    for keep in (KEEP, 0.3):
+        views |= {f"{policy} {keep}": Draft(policy, keep=keep) for policy in ("snapkv", "std", "window")}
     views |= {
+        f"random {KEEP}": Draft("random", keep=KEEP),
         f"channels {CHANNELS}": Draft("full", channels=CHANNELS),
         f"snapkv 0.3, channels {CHANNELS}": Draft("snapkv", keep=0.3, channels=CHANNELS),
-        "int8": Draft("full", weights="int8"),
-        "int4": Draft("full", weights="int4"),
     }
     return {name: round(measures.perplexity(engine, asked, draft), 3) for name, draft in views.items()}

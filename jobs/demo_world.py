@@ -1,6 +1,7 @@
 """The demo model's world: shapes that appear one after another, with the true caption and answers of every clip.
 
-A clip is a list of scenes of two seconds. A scene is one shape with four attributes: kind, colour, size, motion. The
+A clip is a list of scenes of two seconds. A scene is one shape with four attributes: kind, colour, size, motion; in a
+long clip it goes its way several times before the next scene begins, so that a moving shape always visibly moves. The
 same painter draws the training batches (`jobs/train_demo_model.py`) and the clips that are encoded as H.264 (the demo,
 the tests, the quality suite), so what the model learns is what the frames stage later reads.
 """
@@ -163,22 +164,19 @@ def grey(rng: random.Random) -> tuple[float, float, float]:
     return (level + rng.uniform(-12, 12), level + rng.uniform(-12, 12), level + rng.uniform(-12, 12))
 
 
-def clip_frames(rng: random.Random, scenes: tuple[Scene, ...], height: int, width: int, rate: int) -> np.ndarray:
-    """All frames of a clip at `rate` frames a second: (T, height, width, 3) uint8."""
+def clip_frames(
+    rng: random.Random, scenes: tuple[Scene, ...], height: int, width: int, rate: int, repeats: int = 1
+) -> np.ndarray:
+    """All frames of a clip at `rate` frames a second, each scene `repeats` times over: (T, height, width, 3) uint8."""
     per_scene = int(SCENE_SECONDS * rate)
-    shade = torch.tensor(grey(rng))
-    spots = [place(rng, scene) for scene in scenes]
-    of = [k for k in range(len(scenes)) for _ in range(per_scene)]
+    shade = torch.tensor(grey(rng)).expand(per_scene, 3)
     moments = (torch.arange(per_scene) + 0.5) / per_scene
-    frames = paint(
-        [scenes[k] for k in of],
-        moments.repeat(len(scenes)),
-        torch.tensor([spots[k] for k in of]),
-        shade.expand(len(of), 3),
-        height,
-        width,
-    )
-    return frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
+    parts = []
+    for scene, spot in zip(scenes, [place(rng, scene) for scene in scenes], strict=True):
+        frames = paint([scene] * per_scene, moments, torch.tensor([spot] * per_scene), shade, height, width)
+        frames = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+        parts.append(np.tile(frames.contiguous().numpy(), (repeats, 1, 1, 1)))
+    return np.concatenate(parts)
 
 
 def encode(frames: np.ndarray, rate: int, codec: str = "libx264", container: str = "mp4") -> bytes:
@@ -201,10 +199,11 @@ CLIP_SIZES = ((240, 320), (240, 240), (320, 240), (180, 320), (192, 256))  # hei
 
 
 def write_clip(
-    seed: int, scenes: int, size: tuple[int, int] | None = None, rate: int = 8
+    seed: int, scenes: int, size: tuple[int, int] | None = None, rate: int = 8, repeats: int = 1
 ) -> tuple[tuple[Scene, ...], bytes]:
-    """The clip that belongs to a seed: its scenes and its MP4 file (H.264)."""
+    """The clip that belongs to a seed: its scenes and its MP4 file (H.264). With `repeats` a scene lasts that many times
+    `SCENE_SECONDS`: its shape goes its way again and again, as fast as ever."""
     rng = random.Random(seed)
     story = draw_scenes(rng, scenes)
     height, width = size or rng.choice(CLIP_SIZES)
-    return story, encode(clip_frames(rng, story, height, width, rate), rate)
+    return story, encode(clip_frames(rng, story, height, width, rate, repeats), rate)

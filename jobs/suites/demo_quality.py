@@ -1,5 +1,6 @@
 """How right the demo model is: clips of 1 to 8 scenes, encoded as H.264 and read back through the frames stage, are
-captioned and asked questions, and what it writes is compared with what was drawn."""
+captioned and asked questions, and what it writes is compared with what was drawn. With `--visual-tokens` the clips have 4
+to 12 longer scenes, so that every context holds about that many visual tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +19,17 @@ import demo_world as world
 from pipeline.config import Job, draft_of, model_path, parse_flags
 from pipeline.frames import decode
 from pipeline.probe import probe
-from pipeline.sampling import plan_frames
+from pipeline.sampling import plan_frames, smart_resize
 from pipeline.types import FrameOptions, UsageError
 from std_core.engine import Engine
-from std_core.types import Request, Result, Sampling
+from std_core.types import Geometry, Request, Result, Sampling
 
 QUESTIONS = 9  # asked of a clip at most, besides the caption
 MAX_SCENES = 8
 MAX_TOKENS = 256
+LONG_SCENES = (4, world.MAX_SCENES)  # of a clip with a given number of visual tokens
+LONG_SIZE = (240, 240)  # pixels; becomes the demo model's largest frame
+LONG_RATE = 2  # frames a second, all of them sampled
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Flags:
 
     seed: int = 0
     clips: int = 200
+    visual_tokens: int | None = None
     model: str = "demo"
     draft: str = "std"
     mode: Literal["std", "dense"] = "std"
@@ -72,6 +77,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite demo_quality")
     if flags.clips < 1:
         raise UsageError(f"--clips is {flags.clips}: at least 1 is needed")
+    if flags.visual_tokens is not None and flags.visual_tokens < 1:
+        raise UsageError(f"--visual-tokens is {flags.visual_tokens}: at least 1 is needed")
     began = time.monotonic()
     draft = draft_of(Job(draft=flags.draft, mode=flags.mode))
     engine = Engine.load(model_path(flags.model), device=flags.device)
@@ -98,6 +105,7 @@ def _figures(flags: Flags, tally: Tally, results: list[Result]) -> dict[str, Any
         "seed": flags.seed,
         "requests": len(results),
         "accepted_per_round": round(sum(r.accepted for r in results) / rounds, 4) if rounds else 0.0,
+        "visual_tokens": round(sum(r.num_visual_tokens for r in results) / len(results), 1),
         "kv_keep": round(sum(r.kv_keep for r in results) / len(results), 4),
     }
 
@@ -106,10 +114,10 @@ def _requests(flags: Flags, engine: Engine, truth: dict[str, Asked], folder: Pat
     """Clip by clip, as the engine asks for them."""
     rng = random.Random(f"demo_quality {flags.seed}")
     for number in range(flags.clips):
-        story, file = world.write_clip(rng.getrandbits(48), rng.randint(1, MAX_SCENES))
+        story, file = _clip(rng, flags.visual_tokens, engine.checkpoint.geometry)
         path = folder / f"{number}.mp4"
         path.write_bytes(file)
-        frames, fps = _read(str(path), engine)
+        frames, fps = _read(str(path), engine, flags.visual_tokens is not None)
         path.unlink()
         pool = world.questions(story)
         pairs = [(world.CAPTION_PROMPTS[0], ""), *rng.sample(pool, min(QUESTIONS, len(pool)))]
@@ -119,8 +127,20 @@ def _requests(flags: Flags, engine: Engine, truth: dict[str, Asked], folder: Pat
             yield Request(name, prompt, frames, str(number), fps, Sampling(MAX_TOKENS))
 
 
-def _read(uri: str, engine: Engine) -> tuple[torch.Tensor, float]:
-    """A clip's frames as a job would hand them to the engine."""
+def _clip(rng: random.Random, visual_tokens: int | None, geometry: Geometry) -> tuple[tuple[world.Scene, ...], bytes]:
+    """A short clip, or one whose scenes are repeated until its frames make about `visual_tokens` tokens."""
+    seed = rng.getrandbits(48)
+    if visual_tokens is None:
+        return world.write_clip(seed, rng.randint(1, MAX_SCENES))
+    scenes = rng.randint(*LONG_SCENES)
+    height, width = smart_resize(*LONG_SIZE, geometry.factor, geometry.min_pixels, geometry.max_pixels)
+    once = scenes * geometry.tokens(int(world.SCENE_SECONDS * LONG_RATE), height, width)
+    return world.write_clip(seed, scenes, LONG_SIZE, LONG_RATE, max(1, round(visual_tokens / once)))
+
+
+def _read(uri: str, engine: Engine, every_frame: bool) -> tuple[torch.Tensor, float]:
+    """A clip's frames as a job would hand them to the engine; `every_frame` whatever their number."""
     info = probe(uri)
-    frames = decode(uri, info, plan_frames(info, FrameOptions(), engine.checkpoint.geometry))
+    options = FrameOptions(nframes=info.frames) if every_frame else FrameOptions()
+    frames = decode(uri, info, plan_frames(info, options, engine.checkpoint.geometry))
     return torch.from_numpy(frames.pixels), frames.fps

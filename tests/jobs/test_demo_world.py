@@ -75,3 +75,20 @@ def test_a_clip_is_h264_and_the_same_for_the_same_seed() -> None:
         stream = container.streams.video[0]
         assert stream.codec_context.name == "h264"
         assert len(list(container.decode(stream))) == 3 * world.SCENE_SECONDS * 8
+
+
+def test_a_long_clips_scenes_are_the_short_ones_again_and_again() -> None:
+    scenes, short = world.write_clip(11, 2, (64, 64), 2)
+    same, long = world.write_clip(11, 2, (64, 64), 2, repeats=5)
+    assert same == scenes
+
+    def shown(data: bytes) -> np.ndarray:
+        with av.open(io.BytesIO(data)) as container:
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(int)
+
+    once, often = shown(short), shown(long)
+    assert len(often) == 5 * len(once) == 5 * 2 * world.SCENE_SECONDS * 2
+    for scene in range(2):
+        for turn in range(5):
+            got = often[20 * scene + 4 * turn :][:4]
+            assert np.abs(got - once[4 * scene :][:4]).mean() < 4

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
+import demo_batches as batches
 import demo_world as world
 import train_demo_model as trainer
+from demo_forward import say, see
+from demo_model import SHAPES, processor
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +38,18 @@ def test_every_word_of_the_world_is_one_token(words) -> None:
 
 @torch.no_grad()
 def test_the_training_tower_is_the_models_own(model, words) -> None:
-    batch = trainer.draw_batch(random.Random(0), words, trainer.Difficulty(3, varied=True), 600)
+    batch = batches.draw_batch(random.Random(0), words, batches.Difficulty(3, varied=True), 600)
     pairs = len(batch.patches)
     grids = torch.tensor([(1, *batch.grid[1:])] * pairs)
     own = model.model.visual(batch.patches.flatten(0, 1), grids).pooler_output
-    torch.testing.assert_close(trainer.see(model, batch).flatten(0, 1), own, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(see(model, batch).flatten(0, 1), own, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_a_conversation_sees_the_video_and_itself_alone(model, words) -> None:
     """The logits of a packed conversation are those of the model's own forward on that conversation alone."""
-    batch = trainer.draw_batch(random.Random(4), words, trainer.Difficulty(2), 400)
-    logits, target = trainer.say(model, batch)
+    batch = batches.draw_batch(random.Random(4), words, batches.Difficulty(2), 400)
+    logits, target = say(model, batch)
     asked = batch.target[0] != -100
     first = int(asked.sum())
     ids = batch.ids[0]
@@ -69,11 +75,61 @@ def test_a_conversation_sees_the_video_and_itself_alone(model, words) -> None:
     assert target[: len(places)].tolist() == [*ids[places[1:]].tolist(), words.eos_token_id]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("even", [False, True])
+def test_a_long_clip_is_said_as_the_models_own_forward_says_it(model, words, even: bool) -> None:
+    batch = batches.draw_long_batch(random.Random(5), words, 5, (2, 3), 300, 800, even)
+    batch.noise = 0.0
+    logits, target = say(model, batch)
+    visual = batch.ids[0] == model.config.video_token_id
+    temporal = batch.grid[0]
+    assert batch.order.shape == (len(batch.ids), temporal) and int(visual.sum()) == temporal * 6
+    # the caption's conversation, the first behind the video, sees what the model alone sees
+    length = int((batch.unit[0] == batch.scenes - 1).nonzero()[-1]) + 1
+    alone = batch.ids[:1, :length]
+    own = model(
+        input_ids=alone,
+        pixel_values_videos=batch.patches[batch.order[0]].flatten(0, 1),
+        video_grid_thw=torch.tensor([batch.grid]),
+        mm_token_type_ids=torch.where(alone == model.config.video_token_id, 2, 0),
+    ).logits[0]
+    places = (batch.target[0, :length] != -100).nonzero()[:, 0]
+    torch.testing.assert_close(logits[: len(places)], own[places], rtol=1e-3, atol=1e-4)
+    assert target[: len(places)].tolist()[-1] == words.eos_token_id
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 12), st.booleans())
+def test_a_long_clips_scenes_follow_one_another(words, seed: int, scenes: int, even: bool) -> None:
+    batch = batches.draw_long_batch(random.Random(seed), words, scenes, (2, 2), 200, 600, even)
+    pace = len(batch.patches) // (len(batch.ids) * scenes)
+    for clip, order in enumerate(batch.order):
+        scene = (order - clip * scenes * pace) // pace
+        assert scene.unique_consecutive().tolist() == list(range(scenes))
+        if even:
+            assert scene.bincount().unique().numel() == 1
+
+
+def test_the_small_model_speaks_the_same_tokens_with_few_parameters(words) -> None:
+    small = trainer.build("demo_small", words)
+    assert sum(p.numel() for p in small.parameters()) <= 800_000
+    assert small.config.text_config.vocab_size == len(words)
+    assert set(SHAPES) == {"demo", "demo_small"}
+
+
+def test_the_curriculum_ends_with_long_clips_and_never_speeds_up() -> None:
+    rates = [stage.rate for stage in trainer.STAGES]
+    assert rates == sorted(rates, reverse=True)
+    visual = [stage.level.visual for stage in trainer.STAGES]
+    assert visual == sorted(visual) and visual[-1] > 4096
+    assert trainer.STAGES[-1].enough > 1  # the last one goes on until the steps are used up
+
+
 def test_pixels_are_cut_as_the_processor_cuts_them(words) -> None:
-    process = trainer.processor(words)
+    process = processor(words)
     frames = torch.randint(0, 256, (4, 3, 84, 112), dtype=torch.uint8)
     fed = process.video_processor([frames], do_resize=False, do_sample_frames=False, return_tensors="pt")
-    ours = trainer._patches((frames.float() - trainer.MEAN) / trainer.STD, 3, 4)
+    ours = batches._patches((frames.float() - batches.MEAN) / batches.STD, 3, 4)
     torch.testing.assert_close(ours.flatten(0, 1), fed["pixel_values_videos"], rtol=1e-5, atol=1e-5)
 
 
@@ -89,3 +145,33 @@ def test_training_is_seeded_and_lowers_the_loss(tmp_path: Path, capsys: pytest.C
     assert AutoProcessor.from_pretrained(tmp_path / "a").tokenizer.eos_token == "<|im_end|>"
     a, b = (Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / run) for run in ("a", "b"))
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_long_stage_and_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str], words, model) -> None:
+    trainer.save(model, words, tmp_path / "teacher")
+    stage = next(n for n, stage in enumerate(trainer.STAGES) if stage.level.visual)
+    trainer.train(
+        tmp_path / "small",
+        shape="demo_small",
+        steps=4,
+        tokens=300,
+        exam_every=4,
+        exam_clips=1,
+        threads=1,
+        warmup=2,
+        teacher=tmp_path / "teacher",
+        stage=stage,
+    )
+    (line,) = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert {"clauses", "answers", "long_clauses", "long_answers"} <= set(line)
+
+
+@torch.no_grad()
+def test_a_teacher_is_matched_where_the_student_says_the_same(model, words) -> None:
+    """The cross entropy with its own words is the model's entropy: nothing less is possible."""
+    batch = batches.draw_batch(random.Random(2), words, batches.Difficulty(2), 300)
+    logits, target = say(model, batch)
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+    plain = torch.nn.functional.cross_entropy(logits, target)
+    torch.testing.assert_close(trainer.loss_of(model, model, batch), (plain + entropy) / 2)
+    torch.testing.assert_close(trainer.loss_of(model, None, batch), plain)

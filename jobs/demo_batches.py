@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from demo_model import MERGED
 from transformers import PreTrainedTokenizerFast
 
 import demo_world as world
-from demo_model import MERGED
 
 MEAN, STD = 127.5, 127.5
 
@@ -27,7 +28,7 @@ class Difficulty:
 
     scenes: int  # at most
     varied: bool = False  # any number of scenes alike; half of the batches with other text positions, sizes, pace
-    visual: int = 0  # if not 0: half of the batches are long clips, of up to this many visual tokens
+    visual: int = 0  # if not 0: most of what is learned are long clips, of up to this many visual tokens
 
 
 @dataclass
@@ -43,7 +44,15 @@ class Batch:
     mask: torch.Tensor  # (B, 1, S, L) bool: what the S places behind the video see; the video itself is causal
     target: torch.Tensor  # (B, L): the token each position has to say next, -100 where nothing is asked
     unit: torch.Tensor  # (B, L): which clause or answer a target belongs to
+    scene: torch.Tensor  # (B, T): which scene that is, from 0
+    looks: torch.Tensor  # (B, T, 2): its kind and colour, as places in the world's lists
+    visual: slice  # the video's places in L
     noise: float = 0.0  # added to what is seen, as a share of its spread: a codec shows no frame twice alike
+
+    @property
+    def begins(self) -> torch.Tensor:
+        """(B, T): where a scene is shown first."""
+        return torch.cat((torch.ones_like(self.scene[:, :1]), self.scene.diff(dim=1)), 1) != 0
 
 
 GRIDS = ((3, 4), (4, 4), (4, 3), (3, 5), (3, 3))  # tokens: rows, columns
@@ -51,13 +60,22 @@ WIDE_GRIDS = (*GRIDS, (5, 3), (4, 5), (5, 5), (2, 4), (4, 6))
 LONG_GRIDS = ((2, 2), (2, 2), (2, 3), (3, 2), (3, 3), (3, 4), (4, 3), (4, 4), (4, 4))  # small ones reach far in time
 
 
+def draw_batches(rng: random.Random, words: PreTrainedTokenizerFast, level: Difficulty, tokens: int) -> list[Batch]:
+    """What one step learns from: a batch of about `tokens` positions, or a third short and the rest long clips."""
+    if not level.visual:
+        return [draw_batch(rng, words, level, tokens)]
+    count = level.scenes if rng.random() < 0.3 else rng.randint(1, level.scenes)
+    visual = round(40 * (level.visual / 40) ** rng.random())
+    return [
+        draw_batch(rng, words, replace(level, scenes=max(8, level.scenes)), tokens // 3),
+        draw_long_batch(rng, words, count, rng.choice(LONG_GRIDS), visual, tokens * 2 // 3),
+    ]
+
+
 def draw_batch(
     rng: random.Random, words: PreTrainedTokenizerFast, level: Difficulty, tokens: int, scenes: int = 0
 ) -> Batch:
     """A batch of about `tokens` positions; `scenes` fixes their number."""
-    if level.visual and rng.random() < 0.5:
-        visual = round(60 * (level.visual / 60) ** rng.random())
-        return draw_long_batch(rng, words, rng.randint(1, world.MAX_SCENES), rng.choice(LONG_GRIDS), visual, tokens)
     hardest = not level.varied and rng.random() < 0.5
     count = scenes or (level.scenes if hardest else rng.randint(1, level.scenes))
     varied = level.varied and rng.random() < 0.5
@@ -69,11 +87,14 @@ def draw_batch(
     stories = [world.draw_scenes(rng, count) for _ in range(size)]
     pixels = _frames(rng, stories, pace, rows * MERGED, columns * MERGED)
     temporal = count * pace
+    order = torch.arange(size * temporal).view(size, temporal)
     return Batch(
         patches=_patches(pixels, rows, columns),
         grid=(temporal, 2 * rows, 2 * columns),
         scenes=count,
-        order=torch.arange(size * temporal).view(size, temporal),
+        order=order,
+        scene=order // pace % count,
+        looks=_looks(stories)[order // pace],
         **_conversations(rng, words, stories, temporal, rows, columns, asked, varied),
     )
 
@@ -104,14 +125,23 @@ def draw_long_batch(
             first = (clip * count + scene) * pace
             order += list(range(first, first + pace)) * (end - begin)
     pixels = _frames(rng, stories, pace, rows * MERGED, columns * MERGED)
+    shown = torch.tensor(order).view(size, loops * pace)
     return Batch(
         patches=_patches(pixels, rows, columns),
         grid=(loops * pace, 2 * rows, 2 * columns),
         scenes=count,
-        order=torch.tensor(order).view(size, loops * pace),
+        order=shown,
+        scene=shown // pace % count,
+        looks=_looks(stories)[shown // pace],
         noise=0.0 if even else rng.uniform(0, 0.1),
         **_conversations(rng, words, stories, loops * pace, rows, columns, asked, varied=False),
     )
+
+
+def _looks(stories: list[tuple[world.Scene, ...]]) -> torch.Tensor:
+    """(scenes of all clips, 2): kind and colour."""
+    kinds, colours = list(world.KINDS), list(world.COLOURS)
+    return torch.tensor([(kinds.index(s.kind), colours.index(s.colour)) for story in stories for s in story])
 
 
 _GRAIN = torch.randn(2_000_000, generator=torch.Generator().manual_seed(1))
@@ -156,8 +186,9 @@ def _conversations(
     columns: int,
     asked: int,
     varied: bool,
-) -> dict[str, torch.Tensor]:
-    """Ids, positions, mask, targets and units of a batch: the video, and behind it its conversations side by side."""
+) -> dict[str, Any]:
+    """Ids, positions, mask, targets, units and the video's places: the video, and behind it its conversations side by
+    side."""
     ask = _encoder(words)
     head = ask("<|im_start|>user\n<|vision_start|>")
     visual, at = temporal * rows * columns, len(head)
@@ -178,10 +209,11 @@ def _conversations(
         span = slice(len(prefix), len(prefix) + line.shape[1])
         ids[row, span], branch[row, span], positions[:, row, span] = line[0], line[1], line[2] + behind + 1
         target[row, span], unit[row, span] = line[3], line[4]
-    spoken = slice(len(prefix), longest)
+    shown, spoken = slice(at, at + visual), slice(len(prefix), longest)
     sees = (branch[:, None, :] == branch[:, spoken, None]) | (branch[:, None, :] == 0)
     causal = torch.arange(longest)[None, :] <= torch.arange(longest)[spoken, None]
-    return {"ids": ids, "positions": positions, "mask": (sees & causal)[:, None], "target": target, "unit": unit}
+    mask = (sees & causal)[:, None]
+    return {"ids": ids, "positions": positions, "mask": mask, "target": target, "unit": unit, "visual": shown}
 
 
 def _gap(rng: random.Random, temporal: int, rows: int, columns: int, varied: bool) -> int:

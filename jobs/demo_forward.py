@@ -4,11 +4,16 @@ about it share, attends causally without a mask; and logits are computed only wh
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
-from transformers import Qwen2VLForConditionalGeneration
-
 from demo_batches import Batch
+from transformers import Qwen2VLForConditionalGeneration
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLDecoderLayer
+
+from demo_world import COLOURS, KINDS, MAX_SCENES
+
 
 def see(model: Qwen2VLForConditionalGeneration, batch: Batch) -> torch.Tensor:
     """The vision tower over equal frame pairs at once: (pairs, tokens, hidden). Same weights and result as the model's
@@ -36,34 +41,98 @@ def _turn(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-b, a), dim=-1)
 
 
-def _turn(x: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((-b, a), dim=-1)
-
-
 def say(model: Qwen2VLForConditionalGeneration, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits where something is asked, and what should have been said there: (n, vocabulary), (n,)."""
+    return _asked(model, batch, _hidden(model, batch)[0])
+
+
+class Probes(torch.nn.Module):
+    """More tasks, for training only, each read linearly off a layer later than the one before, the last off what the
+    last layer is fed: what a frame pair shows, what the one before it showed, whether a scene begins (all read where a
+    frame pair ends), and, anywhere, which scene it is. Captions alone tell a model too little of when scenes change:
+    where all scenes are equally long it counts frames instead."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        looks = len(KINDS) + len(COLOURS)
+        self.shown, self.before = torch.nn.Linear(hidden, looks), torch.nn.Linear(hidden, looks)
+        self.begins, self.number = torch.nn.Linear(hidden, 1), torch.nn.Linear(hidden, MAX_SCENES)
+
+    def forward(self, model: Qwen2VLForConditionalGeneration, batch: Batch) -> Probed:
+        spoken, states = _hidden(model, batch)
+        size, temporal = batch.scene.shape
+        cells = (batch.visual.stop - batch.visual.start) // temporal
+        last = batch.visual.start + torch.arange(1, temporal + 1) * cells - 1
+        any_of = last - torch.randint(cells, (size, temporal))
+        rows = torch.arange(size)[:, None]
+        places = ((-4, last), (-3, last), (-2, last), (-1, any_of))
+        read = [F.layer_norm(states[n][rows, at], states[n].shape[-1:]) for n, at in places]
+        begins, number = self.begins(read[2])[..., 0], self.number(read[3])
+        losses = {
+            "shown": _look_loss(self.shown(read[0]), batch.looks),
+            "before": _look_loss(self.before(read[1][:, 1:]), batch.looks[:, :-1]),
+            "begins": _balanced(begins, batch.begins),
+            "number": F.cross_entropy(number.flatten(0, 1), batch.scene.flatten()),
+        }
+        return Probed(*_asked(model, batch, spoken), begins, number, losses)
+
+
+@dataclass
+class Probed:
+    """What a model says, and what its probes read."""
+
+    logits: torch.Tensor  # (n, vocabulary), where something is asked
+    target: torch.Tensor  # (n,), what should have been said
+    begins: torch.Tensor  # (B, T) logits
+    number: torch.Tensor  # (B, T, 12) logits
+    losses: dict[str, torch.Tensor]  # of the probes' tasks
+
+
+def _look_loss(logits: torch.Tensor, looks: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of kind and of colour; `looks` (B, T, 2)."""
+    if not looks.numel():
+        return logits.sum() * 0
+    kind, colour = logits.flatten(0, 1).split((len(KINDS), len(COLOURS)), -1)
+    return F.cross_entropy(kind, looks[..., 0].flatten()) + F.cross_entropy(colour, looks[..., 1].flatten())
+
+
+def _balanced(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """Binary cross entropy in which both answers weigh the same, however rare one is."""
+    sides = [F.softplus(sign * logits[of]) for sign, of in ((-1, truth), (1, ~truth))]
+    return torch.stack([side.mean() for side in sides if side.numel()]).sum()
+
+
+def _asked(
+    model: Qwen2VLForConditionalGeneration, batch: Batch, spoken: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    asked = batch.target != -100
+    return model.lm_head(spoken[asked[:, -spoken.shape[1] :]]), batch.target[asked]
+
+
+def _hidden(model: Qwen2VLForConditionalGeneration, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Hidden states: (B, S, hidden) behind the video at the end, normed, and (B, P, hidden) of the video and what comes
+    before it, first as fed in, then behind each layer but the last."""
     text = model.model.language_model
     shown = see(model, batch)[batch.order].flatten(1, 2)  # (B, visual tokens, hidden)
     if batch.noise:
         shown = shown + torch.randn_like(shown) * (batch.noise * shown.detach().std())
     embeds = model.get_input_embeddings()(batch.ids)
-    embeds = embeds.masked_scatter((batch.ids == model.config.video_token_id)[..., None], shown.to(embeds.dtype))
+    embeds = embeds.masked_scatter((batch.ids == model.config.video_token_id)[..., None], shown)
     turns = [angle[:, None] for angle in text.rotary_emb(embeds, batch.positions)]
     cut = batch.ids.shape[1] - batch.mask.shape[2]
     prefix, suffix = embeds[:, :cut], embeds[:, cut:]
+    states = [prefix]
     for number, layer in enumerate(text.layers, 1):
         query, key, value = _project(layer, torch.cat((prefix, suffix), 1), turns)
         spoken = F.scaled_dot_product_attention(query[:, :, cut:], key, value, batch.mask)
         suffix = _rest(layer, suffix, spoken)
-        if number < len(text.layers):  # nothing is asked of the video itself
+        if number < len(text.layers):  # nothing is asked of the video itself at the end
             seen = F.scaled_dot_product_attention(query[:, :, :cut], key[:, :, :cut], value[:, :, :cut], is_causal=True)
-            prefix = _rest(layer, prefix, seen)
-    asked = batch.target != -100
-    return model.lm_head(text.norm(suffix[asked[:, cut:]])), batch.target[asked]
+            states.append(prefix := _rest(layer, prefix, seen))
+    return text.norm(suffix), states
 
 
-def _project(layer: torch.nn.Module, x: torch.Tensor, turns: list[torch.Tensor]) -> list[torch.Tensor]:
+def _project(layer: Qwen2VLDecoderLayer, x: torch.Tensor, turns: list[torch.Tensor]) -> list[torch.Tensor]:
     """Queries, keys and values, each (B, heads, L, head size); keys and values repeated for the queries' heads."""
     attn, x = layer.self_attn, layer.input_layernorm(x)
     cos, sin = turns
@@ -75,7 +144,7 @@ def _project(layer: torch.nn.Module, x: torch.Tensor, turns: list[torch.Tensor])
     return [query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)]
 
 
-def _rest(layer: torch.nn.Module, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+def _rest(layer: Qwen2VLDecoderLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """A decoder layer behind its attention."""
     x = x + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
     return x + layer.mlp(layer.post_attention_layernorm(x))

@@ -201,8 +201,8 @@ CLIP_SIZES = ((240, 320), (240, 240), (320, 240), (180, 320), (192, 256))  # hei
 def write_clip(
     seed: int, scenes: int, size: tuple[int, int] | None = None, rate: int = 8, repeats: int = 1
 ) -> tuple[tuple[Scene, ...], bytes]:
-    """The clip that belongs to a seed: its scenes and its MP4 file (H.264). With `repeats` a scene lasts that many times
-    `SCENE_SECONDS`: its shape goes its way again and again, as fast as ever."""
+    """The clip that belongs to a seed: its scenes and its MP4 file (H.264). With `repeats` a scene lasts that many
+    times `SCENE_SECONDS`: its shape goes its way again and again, as fast as ever."""
     rng = random.Random(seed)
     story = draw_scenes(rng, scenes)
     height, width = size or rng.choice(CLIP_SIZES)

@@ -19,18 +19,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from demo_batches import Batch, Difficulty, draw_batch, draw_batches, draw_long_batch
+from demo_forward import Probes, say
+from demo_model import build, save, tokenizer
 from jsonargparse import auto_cli
 from transformers import PreTrainedTokenizerFast, Qwen2VLForConditionalGeneration
 
-import demo_world as world
-from demo_batches import Batch, Difficulty, draw_batch, draw_long_batch
-from demo_forward import say
-from demo_model import build, save, tokenizer
 
 @dataclass(frozen=True)
 class Stage:
@@ -49,9 +48,14 @@ STAGES = (
     Stage(Difficulty(6), 0.93),
     Stage(Difficulty(8), 0.93),
     Stage(Difficulty(8, varied=True), 0.97, 0.5),
-    Stage(Difficulty(world.MAX_SCENES, varied=True, visual=1024), 0.93, 0.35),
-    Stage(Difficulty(world.MAX_SCENES, varied=True, visual=4096), 0.93, 0.35),
-    Stage(Difficulty(world.MAX_SCENES, varied=True, visual=8192), 2.0, 0.25),
+    Stage(Difficulty(2, varied=True, visual=256), 0.85, 0.5),
+    Stage(Difficulty(3, varied=True, visual=512), 0.85, 0.5),
+    Stage(Difficulty(4, varied=True, visual=512), 0.85, 0.5),
+    Stage(Difficulty(6, varied=True, visual=1024), 0.85, 0.5),
+    Stage(Difficulty(8, varied=True, visual=1024), 0.85, 0.5),
+    Stage(Difficulty(12, varied=True, visual=2048), 0.85, 0.35),
+    Stage(Difficulty(12, varied=True, visual=4096), 0.85, 0.35),
+    Stage(Difficulty(12, varied=True, visual=8192), 2.0, 0.25),
 )
 
 
@@ -67,42 +71,55 @@ def held_out(words: PreTrainedTokenizerFast, level: Difficulty, clips: int) -> I
         yield batch
 
 
-def held_out_long(words: PreTrainedTokenizerFast, visual: int, clips: int) -> Iterator[Batch]:
-    """At least `clips` clips of 4 to 12 scenes at the largest frame, `visual` visual tokens each."""
+def held_out_long(words: PreTrainedTokenizerFast, level: Difficulty, clips: int) -> Iterator[Batch]:
+    """At least `clips` clips at the largest frame with the level's visual tokens each, of as many scenes as it has at
+    most and of fewer."""
     rng = random.Random(10_000_079)
-    for scenes in itertools.cycle((4, 6, 8, 10, 12)):
+    for part in itertools.cycle((3, 5, 4, 6)):
         if clips <= 0:
             return
-        batch = draw_long_batch(rng, words, scenes, (4, 4), visual, 4000, even=True)
+        scenes = -(-level.scenes * part // 6)
+        batch = draw_long_batch(rng, words, scenes, (4, 4), level.visual, 4000, even=True)
         clips -= len(batch.ids)
         yield batch
 
 
 @torch.no_grad()
-def exam(model: Qwen2VLForConditionalGeneration, batches: Iterator[Batch]) -> dict[str, float]:
-    """Accuracy of clauses and answers, and the loss a token. All tokens of a clause right given the true text before it
-    is the same as being written right by greedy decoding, as long as all before it is right."""
+def exam(model: Qwen2VLForConditionalGeneration, probes: Probes, batches: Iterator[Batch]) -> dict[str, float]:
+    """Accuracy of clauses, answers and scene numbers, and the loss a token. All tokens of a clause right given the true
+    text before it is the same as being written right by greedy decoding, as long as all before it is right."""
     model.eval()
-    good, all_of = Counter[str](), Counter[str]()
+    good, all_of, loss, tokens = Counter[str](), Counter[str](), 0.0, 0
     for batch in batches:
-        logits, target = say(model, batch)
+        out = probes(model, batch)
+        logits, target = out.logits, out.target
+        good["counted"] += int((out.number.argmax(-1) == batch.scene).sum())
+        good["begun"] += int(((out.begins > 0) == batch.begins).sum())
+        all_of["counted"] += batch.scene.numel()
+        all_of["begun"] += batch.scene.numel()
         right = torch.ones_like(batch.target, dtype=torch.bool)
         right[batch.target != -100] = logits.argmax(-1) == target
         for unit in range(int(batch.unit.max()) + 1):
             name, of = "clauses" if unit < batch.scenes else "answers", batch.unit == unit
             good[name] += int((right | ~of).all(1).sum())
             all_of[name] += len(of)
-        good["loss"] += F.cross_entropy(logits, target, reduction="sum").item()
-        all_of["loss"] += len(target)
+        loss += F.cross_entropy(logits, target, reduction="sum").item()
+        tokens += len(target)
     model.train()
-    return {name: good[name] / all_of[name] for name in good}
+    return {name: good[name] / all_of[name] for name in all_of} | {"loss": loss / tokens}
 
 
-def report(model: Qwen2VLForConditionalGeneration, words: PreTrainedTokenizerFast, level: Difficulty, clips: int) -> dict[str, float]:
-    """The level's exam; for long clips a tenth as many of them too."""
-    result = exam(model, held_out(words, level, clips))
+def report(
+    model: Qwen2VLForConditionalGeneration,
+    probes: Probes,
+    words: PreTrainedTokenizerFast,
+    level: Difficulty,
+    clips: int,
+) -> dict[str, float]:
+    """The level's exam; for long clips a fifth as many of them too."""
+    result = exam(model, probes, held_out(words, replace(level, scenes=8) if level.visual else level, clips))
     if level.visual:
-        far = exam(model, held_out_long(words, level.visual, -(-clips // 10)))
+        far = exam(model, probes, held_out_long(words, level, -(-clips // 5)))
         result |= {f"long_{name}": value for name, value in far.items()}
     return result
 
@@ -115,27 +132,35 @@ def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
     return peak * min(1.0, (step + 1) / warmup, max(1 - step / steps, 0.001) * 3)
 
 
-def optimizers_of(model: Qwen2VLForConditionalGeneration) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: Qwen2VLForConditionalGeneration, probes: Probes) -> list[torch.optim.Optimizer]:
     """Muon for the matrices: single scenes in a third of AdamW's steps."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
         torch.optim.Muon(matrices, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW([{"params": probes.parameters(), "times": 5}], betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
+PROBING = 0.2  # weight of the probes' tasks
+
+
 def loss_of(
-    model: Qwen2VLForConditionalGeneration, teacher: Qwen2VLForConditionalGeneration | None, batch: Batch
+    model: Qwen2VLForConditionalGeneration,
+    probes: Probes,
+    teacher: Qwen2VLForConditionalGeneration | None,
+    batch: Batch,
 ) -> torch.Tensor:
-    """Cross entropy with the truth; with a teacher, half of it with what the teacher would say."""
-    logits, target = say(model, batch)
-    loss = F.cross_entropy(logits, target)
-    if teacher is None:
-        return loss
-    with torch.no_grad():
-        told = say(teacher, batch)[0].softmax(-1)
-    return (loss + F.cross_entropy(logits, told)) / 2
+    """Cross entropy with the truth, and the probes' tasks; with a teacher, half of it with what the teacher would
+    say."""
+    out = probes(model, batch)
+    loss = F.cross_entropy(out.logits, out.target)
+    if teacher is not None:
+        with torch.no_grad():
+            told = say(teacher, batch)[0].softmax(-1)
+        loss = (loss + F.cross_entropy(out.logits, told)) / 2
+    return loss + PROBING * sum(out.losses.values())
 
 
 def train(
@@ -171,26 +196,30 @@ def train(
     model = (load(resume) if resume else build(shape, words)).train()
     guide = load(teacher).eval() if teacher else None
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(words)} tokens", file=sys.stderr)
-    optimizers = optimizers_of(model)
+    probes = Probes(model.config.text_config.hidden_size)
+    optimizers = optimizers_of(model, probes)
     began, losses = time.monotonic(), []
     for step in range(steps):
         level = STAGES[stage].level
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate(step, steps, warmup, peak * STAGES[stage].rate)
-        loss = loss_of(model, guide, draw_batch(rng, words, level, tokens))
-        loss.backward()
+            group["lr"] = learning_rate(step, steps, warmup, peak * STAGES[stage].rate) * group.get("times", 1)
+        batches = draw_batches(rng, words, level, tokens)
+        for batch in batches:
+            loss = loss_of(model, probes, guide, batch) / len(batches)
+            loss.backward()
+            losses.append(loss.item() * len(batches))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
         if (step + 1) % exam_every == 0:
-            result = report(model, words, level, exam_clips)
+            result = report(model, probes, words, level, exam_clips)
             line = {"step": step + 1, "stage": stage, "scenes": level.scenes, "train_loss": sum(losses) / len(losses)}
             line |= result | {"minutes": (time.monotonic() - began) / 60}
             losses.clear()
             print(json.dumps({k: round(v, 4) for k, v in line.items()}), file=sys.stderr, flush=True)
-            if all(value >= STAGES[stage].enough for name, value in result.items() if "loss" not in name):
+            asked = "long_" if level.visual else ""
+            if min(result[f"{asked}clauses"], result[f"{asked}answers"]) >= STAGES[stage].enough:
                 stage += 1
             save(model, words, output)
 

@@ -1,6 +1,6 @@
 """How right the demo model is: clips of 1 to 8 scenes, encoded as H.264 and read back through the frames stage, are
-captioned and asked questions, and what it writes is compared with what was drawn. With `--visual-tokens` the clips have 4
-to 12 longer scenes, so that every context holds about that many visual tokens."""
+captioned and asked questions, and what it writes is compared with what was drawn. With `--visual-tokens` the clips have
+4 to 12 longer scenes, so that every context holds about that many visual tokens."""
 
 from __future__ import annotations
 

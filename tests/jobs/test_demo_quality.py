@@ -7,12 +7,12 @@ import random
 
 import benchmark
 import pytest
-from suites import demo_quality
 
 import demo_world as world
 from pipeline.config import ROOT
 from pipeline.types import UsageError
 from std_core.checkpoint import Checkpoint
+from suites import demo_quality
 
 
 @pytest.mark.parametrize("visual", [4096, 16384])

@@ -4,17 +4,17 @@ import json
 import random
 from pathlib import Path
 
+import demo_batches as batches
 import pytest
 import torch
+from demo_forward import Probes, say, see
+from demo_model import SHAPES, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
-import demo_batches as batches
 import demo_world as world
 import train_demo_model as trainer
-from demo_forward import say, see
-from demo_model import SHAPES, processor
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +170,30 @@ def test_a_long_stage_and_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_teacher_is_matched_where_the_student_says_the_same(model, words) -> None:
     """The cross entropy with its own words is the model's entropy: nothing less is possible."""
     batch = batches.draw_batch(random.Random(2), words, batches.Difficulty(2), 300)
+    probes = Probes(model.config.text_config.hidden_size)
     logits, target = say(model, batch)
     entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
     plain = torch.nn.functional.cross_entropy(logits, target)
-    torch.testing.assert_close(trainer.loss_of(model, model, batch), (plain + entropy) / 2)
-    torch.testing.assert_close(trainer.loss_of(model, None, batch), plain)
+
+    def loss(teacher: Qwen2VLForConditionalGeneration | None) -> torch.Tensor:
+        torch.manual_seed(0)  # which tokens are read
+        return trainer.loss_of(model, probes, teacher, batch)
+
+    torch.testing.assert_close(loss(None) - loss(model), (plain - entropy) / 2)
+
+
+@torch.no_grad()
+def test_what_the_probes_are_asked_is_true(model, words, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch's scenes, looks and beginnings against the stories it was drawn from."""
+    stories = []
+    draw = world.draw_scenes
+    monkeypatch.setattr(world, "draw_scenes", lambda rng, count: stories.append(draw(rng, count)) or stories[-1])
+    batch = batches.draw_long_batch(random.Random(8), words, 4, (2, 2), 200, 900)
+    for clip, story in enumerate(stories):
+        for moment, scene in enumerate(batch.scene[clip].tolist()):
+            kind, colour = batch.looks[clip, moment].tolist()
+            assert (list(world.KINDS)[kind], list(world.COLOURS)[colour]) == (story[scene].kind, story[scene].colour)
+            assert bool(batch.begins[clip, moment]) == (moment == 0 or scene != batch.scene[clip, moment - 1])
+    out = Probes(model.config.text_config.hidden_size)(model, batch)
+    assert out.begins.shape == batch.scene.shape and out.number.shape == (*batch.scene.shape, world.MAX_SCENES)
+    assert all(loss > 0 for loss in out.losses.values())

@@ -54,6 +54,16 @@ class Batch:
         """(B, T): where a scene is shown first."""
         return torch.cat((torch.ones_like(self.scene[:, :1]), self.scene.diff(dim=1)), 1) != 0
 
+    @property
+    def turns(self) -> torch.Tensor:
+        """(B, L): where a caption has to go on with a further clause or end."""
+        clause = self.unit.where(self.unit < self.scenes, -1)
+        changes = clause[:, 1:] != clause[:, :-1]
+        turns = torch.zeros_like(clause, dtype=torch.bool)
+        turns[:, 1:] = changes & (clause[:, 1:] > 0)
+        turns[:, :-1] |= changes & (clause[:, :-1] == self.scenes - 1)
+        return turns
+
 
 GRIDS = ((3, 4), (4, 4), (4, 3), (3, 5), (3, 3))  # tokens: rows, columns
 WIDE_GRIDS = (*GRIDS, (5, 3), (4, 5), (5, 5), (2, 4), (4, 6))

@@ -169,11 +169,16 @@ def test_a_long_stage_and_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixtur
 @torch.no_grad()
 def test_a_teacher_is_matched_where_the_student_says_the_same(model, words) -> None:
     """The cross entropy with its own words is the model's entropy: nothing less is possible."""
-    batch = batches.draw_batch(random.Random(2), words, batches.Difficulty(2), 300)
+    batch = batches.draw_batch(random.Random(2), words, batches.Difficulty(2), 300, scenes=2)
     probes = Probes(model.config.text_config.hidden_size)
     logits, target = say(model, batch)
-    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
-    plain = torch.nn.functional.cross_entropy(logits, target)
+    turns = batch.turns[batch.target != -100]
+    assert {words.decode(t) for t in target[turns]} == {" Scene", "<|im_end|>"}
+    assert int(turns.sum()) == 2 * len(batch.ids)
+    weight = torch.where(turns, trainer.TURNING, 1.0)
+    weight /= weight.sum()
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1) @ weight
+    plain = torch.nn.functional.cross_entropy(logits, target, reduction="none") @ weight
 
     def loss(teacher: Qwen2VLForConditionalGeneration | None) -> torch.Tensor:
         torch.manual_seed(0)  # which tokens are read

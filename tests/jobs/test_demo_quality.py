@@ -30,12 +30,13 @@ def test_a_long_clip_has_about_the_tokens_asked_for(visual: int, monkeypatch: py
         assert abs(geometry.tokens(frames, 112, 112) - visual) <= 12 * 32 / 2
 
 
-def test_long_clips_are_read_whole_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_clips_are_read_whole(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--suite", "demo_quality", "--seed", "3", "--clips", "2", "--visual-tokens", "1000"]
     assert benchmark.main(argv) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert abs(figures["visual_tokens"] - 1000) <= 12 * 32 / 2
-    assert figures["caption_clause_accuracy"] > 0.6
+    assert figures["requests"] == 20
+    assert 0 <= figures["caption_clause_accuracy"] <= figures["answer_accuracy"] <= 1
     assert set(figures["by_scenes"]) <= {str(n) for n in range(4, 13)}
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from acceptance_subjects import Subject
 
+from acceptance_subjects import Subject
 from std_core import sparsity
 from std_core.batch import Batch
 from std_core.drafters import projections

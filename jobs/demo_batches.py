@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from demo_model import MERGED
 from transformers import PreTrainedTokenizerFast
 
 import demo_world as world
+from demo_model import MERGED
 
 MEAN, STD = 127.5, 127.5
 

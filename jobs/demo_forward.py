@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from demo_batches import Batch
 from transformers import Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLDecoderLayer
 
+from demo_batches import Batch
 from demo_world import COLOURS, KINDS, MAX_SCENES
 
 

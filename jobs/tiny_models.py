@@ -32,7 +32,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-import train_demo_model as trainer
+import demo_model
 
 WINDOW = 32768
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -40,7 +40,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 def build(family: str, folder: Path, seed: int = 5) -> Path:
     """Writes weights, tokenizer and processors of one of `FAMILIES` into `folder`, and returns it."""
-    words = trainer.tokenizer()
+    words = demo_model.tokenizer()
     torch.manual_seed(seed)
     model, processor = _BUILDERS[family](words)
     if not model.config.get_text_config().tie_word_embeddings:
@@ -79,10 +79,10 @@ def _qwen3(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
 
 
 def _qwen2_vl(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
-    model = trainer.build("demo", words)
+    model = demo_model.build("demo", words)
     config: Any = model.config
     config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
-    return model, trainer.processor(words)
+    return model, demo_model.processor(words)
 
 
 def _qwen2_5_vl(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
@@ -99,8 +99,10 @@ def _qwen2_5_vl(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
     }
     text = {**_text(words), "rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_places(words), tie_word_embeddings=False)
-    qwen2 = trainer.processor(words)
-    processor = Qwen2_5_VLProcessor(qwen2.image_processor, words, qwen2.video_processor, chat_template=trainer.TEMPLATE)
+    qwen2 = demo_model.processor(words)
+    processor = Qwen2_5_VLProcessor(
+        qwen2.image_processor, words, qwen2.video_processor, chat_template=demo_model.TEMPLATE
+    )
     return Qwen2_5_VLForConditionalGeneration(config), processor
 
 
@@ -129,7 +131,7 @@ def _qwen3_vl(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
         Qwen2VLImageProcessor(**common, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}),
         words,
         Qwen3VLVideoProcessor(**common, size=size, max_video_tokens=16, cap_pixels_per_frame=True),
-        chat_template=trainer.TEMPLATE,
+        chat_template=demo_model.TEMPLATE,
     )
     return Qwen3VLForConditionalGeneration(config), processor
 
@@ -167,7 +169,7 @@ def _llava_onevision(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
         LlavaOnevisionVideoProcessor(**common),
         num_image_tokens=patches,
         vision_feature_select_strategy="full",
-        chat_template=trainer.TEMPLATE,
+        chat_template=demo_model.TEMPLATE,
         image_token="<|image_pad|>",
         video_token="<|video_pad|>",
     )

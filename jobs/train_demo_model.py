@@ -24,11 +24,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from jsonargparse import auto_cli
+from transformers import PreTrainedTokenizerFast, Qwen2VLForConditionalGeneration
+
 from demo_batches import Batch, Difficulty, draw_batch, draw_batches, draw_long_batch
 from demo_forward import Probes, say
 from demo_model import build, save, tokenizer
-from jsonargparse import auto_cli
-from transformers import PreTrainedTokenizerFast, Qwen2VLForConditionalGeneration
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import acceptance_measures as measures
-import acceptance_subjects as subjects
-from acceptance_subjects import Subject
 from rich.console import Console
 from rich.table import Table
 
+import acceptance_measures as measures
+import acceptance_subjects as subjects
+from acceptance_subjects import Subject
 from pipeline.config import parse_flags
 from pipeline.types import UsageError
 from std_core.drafters import weight_bytes

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import acceptance_measures as measures
-import acceptance_subjects as subjects
 import benchmark
 import pytest
 import torch
 import torch.nn.functional as F
 
+import acceptance_measures as measures
+import acceptance_subjects as subjects
 from pipeline.types import UsageError
 from std_core.drafters import projections
 from std_core.engine import Engine

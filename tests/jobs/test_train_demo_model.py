@@ -4,17 +4,17 @@ import json
 import random
 from pathlib import Path
 
-import demo_batches as batches
 import pytest
 import torch
-from demo_forward import Probes, say, see
-from demo_model import SHAPES, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
+import demo_batches as batches
 import demo_world as world
 import train_demo_model as trainer
+from demo_forward import Probes, say, see
+from demo_model import SHAPES, processor
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+import demo_model
 import demo_world as world
-import train_demo_model as trainer
 from pipeline.config import Job
 from pipeline.job import main
 from pipeline.prepare import Failed, Pending, Requests, look, waves, window_of
@@ -18,9 +18,9 @@ from std_core.checkpoint import Checkpoint
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("model")
-    words = trainer.tokenizer()
-    trainer.build("demo", words).config.save_pretrained(folder)
-    trainer.processor(words).save_pretrained(folder)
+    words = demo_model.tokenizer()
+    demo_model.build("demo", words).config.save_pretrained(folder)
+    demo_model.processor(words).save_pretrained(folder)
     return Checkpoint.load(str(folder))
 
 

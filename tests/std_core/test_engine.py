@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import train_demo_model as trainer
+import demo_model
 from std_core import cache, decode
 from std_core.batch import Batch
 from std_core.engine import Engine, devices_from
@@ -245,13 +245,13 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A second model with the same tokenizer, of other sizes; untrained, so it knows nothing."""
     folder = tmp_path_factory.mktemp("second")
     torch.manual_seed(11)
-    words = trainer.tokenizer()
-    model = trainer.build("demo", words)
+    words = demo_model.tokenizer()
+    model = demo_model.build("demo", words)
     text = model.config.text_config
     text.num_hidden_layers, text.hidden_size, text.intermediate_size = 2, 96, 128
     text.num_attention_heads, text.num_key_value_heads, text.layer_types = 3, 1, text.layer_types[:2]
     model.config.vision_config.hidden_size = 96
-    trainer.save(type(model)(model.config).float(), words, folder)
+    demo_model.save(type(model)(model.config).float(), words, folder)
     return folder
 
 
@@ -275,10 +275,10 @@ def test_a_second_model_that_is_the_first_is_always_accepted(
 
 
 def test_second_models_that_cannot_draft_are_refused(engine: Engine, tmp_path: Path, requests: list[Request]) -> None:
-    words = trainer.tokenizer()
+    words = demo_model.tokenizer()
     words.add_tokens(["<another>"])
-    model = trainer.build("demo", words)
-    trainer.save(model, words, tmp_path)
+    model = demo_model.build("demo", words)
+    demo_model.save(model, words, tmp_path)
     with pytest.raises(ValueError, match="tokenizers differ"):
         next(engine.run(requests, Draft("specvlm", model=str(tmp_path))))
 

@@ -28,7 +28,7 @@ Rows = dict[tuple[str, float, int], dict[str, Any]]
 
 @pytest.fixture(scope="module", params=["llama", "demo"])
 def figures(request: pytest.FixtureRequest) -> dict[str, Any]:
-    words = ["--context", "300", "--prompts", "2", "--tokens", "16", "--threads", "1"]
+    words = ["--context", "200", "--prompts", "2", "--tokens", "12", "--threads", "1"]
     return acceptance.run(["--model", request.param, *words])
 
 
@@ -42,7 +42,7 @@ def test_every_draft_has_its_rows(figures: dict[str, Any], rows: Rows) -> None:
     assert len(rows) == len(figures["rows"])  # none twice
     assert {gamma for draft, budget, gamma in rows if (draft, budget) == ("std", 0.2)} == {2, 5, 9}
     for row in rows.values():
-        assert row["context"] >= 300 and 0 <= row["alpha"] <= 1
+        assert row["context"] >= 200 and 0 <= row["alpha"] <= 1
         assert 0 <= row["accepted_per_round"] <= row["gamma"]
         assert row["identical"] == row["requests"], row
 

@@ -36,8 +36,8 @@ def drafter_of(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> M
         _exit_early(cheap, layers_read(draft, model.layers))
     for name, linear in list(projections(cheap.decoder)):
         _put(cheap.decoder, name, _cheaper(linear, draft, thresholds.get(name)))
-    if draft.weights != "full":
-        cheap.head = _low_bit(model.head, BITS[draft.weights])
+    if draft.weights != "full":  # at 4 bits the head alone took SmolLM2's acceptance from 0.89 to 0.56
+        cheap.head = _low_bit(model.head, 8)
     return cheap
 
 

@@ -53,7 +53,7 @@ def test_the_quality_suite_at_a_small_size(capsys: pytest.CaptureFixture[str]) -
 def test_the_small_model_has_the_same_tokens_and_says_most_of_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     small = MODEL.with_name("demo_small")
     assert (small / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
-    assert AutoModelForImageTextToText.from_pretrained(small).num_parameters() <= 800_000
+    assert Engine.load(str(small)).model.hf.num_parameters() <= 800_000
     argv = ["--suite", "demo_quality", "--seed", "5", "--clips", "4", "--model", "demo_small", "--mode", "dense"]
     assert benchmark.main(argv) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["caption_clause_accuracy"] > 0.75

@@ -197,7 +197,7 @@ class Prefill:
             kv = ChunkStep(slots.own, slot, at - cut)
             if cut:
                 kv.prefix = (slots.prefix, prefix, cut)
-                if self.draft is not None and end == length:
+                if self.draft is not None and slots.view != "own" and end == length:
                     kv.visual = prompt.inputs.selectable.to(self.model.device)
                     kv.observers = OBSERVERS if self.draft.policy == "snapkv" else None
             # a sample of activations, if the draft's thresholds are not known yet
@@ -256,8 +256,10 @@ class Prefill:
         for at in range(0, len(whole), self.engine.prefill_chunk):
             part = whole[at : at + self.engine.prefill_chunk]
             second.extend(embeds[:, part], positions[..., part], ChunkStep(slots.draft, slot, at))
-            slots.draft_length[slot] = at + len(part)
+            # rounds that run meanwhile feed the token before a row's last again: one place ahead it hits nothing
+            slots.draft_length[slot] = at + len(part) + 1
             yield
+        slots.draft_length[slot] = len(whole)
         return len(whole)
 
     # ------------------------------------------------------------------------------------------------- first token

@@ -274,6 +274,28 @@ def test_a_second_model_that_is_the_first_is_always_accepted(
     assert [r.accepted for r in results] == [r.proposed for r in results]
 
 
+def test_rounds_between_two_chunks_leave_a_second_models_prefill_alone(
+    engine: Engine, requests: list[Request], tiny_model: Path
+) -> None:
+    def filled(rounds: bool) -> torch.Tensor:
+        """The second model's keys of a row that was prefilled in small chunks, beside one that was decoding or not."""
+        draft = Draft("std", keep=1.0, gamma=2, model=str(tiny_model))
+        batch = Batch(replace(engine, prefill_chunk=7), draft, engine.checkpoint.inputs)
+        for slot, request in enumerate((requests[0], requests[1])):
+            pieces = batch.prefill.admit(replace(request, sampling=Sampling(200)), slot)
+            while (row := batch._chunk(pieces)) is None:
+                if rounds and slot:
+                    list(batch._round())
+            batch.rows[slot] = row  # type: ignore[assignment]
+            batch._regroup()
+        assert batch.rows[0] is not None
+        # the last entry is made anew at the row's first draft step
+        return batch.slots.draft.key[2][1, :, : int(batch.slots.draft_length[1]) - 1].clone()
+
+    with torch.inference_mode():
+        torch.testing.assert_close(filled(rounds=True), filled(rounds=False))
+
+
 def test_second_models_that_cannot_draft_are_refused(engine: Engine, tmp_path: Path, requests: list[Request]) -> None:
     words = demo_model.tokenizer()
     words.add_tokens(["<another>"])

@@ -159,9 +159,9 @@ def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
         positions = slots.position[:, None] + torch.arange(i - back, i + 1, device=fed.device)
         logits = drafter.step(fed, positions, slots.drafts_view(i - back))[:, -1:]
         back = 0
-        broken |= ~logits.isfinite().all(-1)[:, 0]
         scores = bend(logits, slots.rules, slots.history, slots.total + i)
         token = choose(scores, slots.draws, slots.written[:, None] + i)
+        broken |= ~scores.gather(2, token[..., None])[:, 0, 0].isfinite()  # the maximum is NaN if anything is
         slots.history.scatter_(1, (slots.total + i)[:, None], token)
         tokens.append(token)
         if slots.draws.fresh:

@@ -20,7 +20,7 @@ from std_core.types import Counters, Draft, Mode, Request, Result
 
 @dataclass
 class Engine:
-    """A model and its slots, on one device.
+    """A model and its slots.
 
     Args:
         max_num_seqs: slots, rows that decode together.
@@ -41,7 +41,7 @@ class Engine:
     strict: int = 0
     keep_prefixes: bool = False
     counters: Counters = field(default_factory=Counters)
-    prefixes: tuple[Cache, list[Prefix]] | None = None
+    prefixes: tuple[Cache, list[Prefix]] | None = None  # those that are kept
     thresholds: dict[float, dict[str, float]] = field(default_factory=dict)  # by the share of channels kept
     drafters: dict[tuple[Any, ...], Model] = field(default_factory=dict)  # made when first asked for
 

@@ -86,7 +86,7 @@ def run(argv: list[str]) -> dict[str, Any]:
                 _add(policies[case["policy"]], results, same)
                 if same < len(results):
                     wrong.append({**case, "identical": same, "total": len(results)})
-            halves.append(in_bfloat16(subject, Path(folder)))
+            halves.append(in_bfloat16(subject))
     return {
         "policies": policies,
         "identical": sum(p["identical"] for p in policies.values()),
@@ -247,7 +247,7 @@ class Halves:
     strict_from_dense: int  # strict dense rows that depart from the width-1 loop
 
 
-def in_bfloat16(subject: Subject, folder: Path) -> Halves:
+def in_bfloat16(subject: Subject) -> Halves:
     loose = replace(Engine.load(subject.path, dtype="bfloat16"), max_num_seqs=8)
     strict = replace(loose, strict=STRICT, max_num_seqs=3)
     asked = subject.asked("greedy")

@@ -130,6 +130,14 @@ def merge(one: Segment, other: Segment) -> Segment:
     return a * (la - lse).exp()[..., None].to(a.dtype) + b * (lb - lse).exp()[..., None].to(b.dtype), lse
 
 
+def path_name(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
+    """Which implementation `attend_rows` takes, for reports."""
+    entries = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
+    if _in_one(entries, (entries, entries), None):
+        return "kernels/attention_cpu.cpp"
+    return "PyTorch's fused attention" if device.type == "cpu" else "PyTorch's products"
+
+
 def _in_one(query: torch.Tensor, own: Segment, prefix: Segment | None) -> bool:
     """Whether the C++ kernel takes this; it needs no shapes pinned for `fixed`."""
     stores = (*own, *(prefix or ()))

@@ -111,6 +111,9 @@ def attend_chunk(
     Returns:
         (1, query heads, T, d), and the log-sum-exp of all scores, (1, query heads, T) float32.
     """
+    segments = [segment for segment in past if segment[0].shape[2]] + [(new[0].contiguous(), new[1].contiguous())]
+    if all(_in_one(query, segment, None) for segment in segments) and cpu.serves("attend_chunk", query):
+        return _fused_chunk(query, segments, scale)
     heads, kv_heads = query.shape[1], new[0].shape[1]
     key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in new)
     merged = flash(query, key, value, None, scale, causal=True)
@@ -166,6 +169,18 @@ def _fused(
     entries = query.data_ptr(), own[0].data_ptr(), own[1].data_ptr(), *own[0].stride()[:2]
     results = out.data_ptr(), lse.data_ptr(), torch.get_num_threads()
     cpu.call("attend_rows", query.dtype, *entries, *shared, *under, *shape, *results)
+    return out, lse
+
+
+def _fused_chunk(query: torch.Tensor, segments: list[Segment], scale: float) -> Segment:
+    query = query.contiguous()
+    _, heads, width, dim = query.shape
+    out, lse = torch.empty_like(query), query.new_empty(1, heads, width, dtype=torch.float32)
+    lie = [(k.data_ptr(), v.data_ptr(), k.stride(1), k.shape[2]) for k, v in segments]
+    table = torch.tensor(lie, dtype=torch.int64)  # laid out as the kernel has them
+    shape = len(segments), heads, segments[0][0].shape[1], width, dim, scale
+    results = out.data_ptr(), lse.data_ptr(), torch.get_num_threads()
+    cpu.call("attend_chunk", query.dtype, query.data_ptr(), table.data_ptr(), *shape, *results)
     return out, lse
 
 

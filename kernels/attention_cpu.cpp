@@ -181,23 +181,27 @@ template <class F> void by_fours(int count, F f) {
     }
 }
 
-// What a chunk gave some queries: weighted values that are not divided yet, and of each the maximum and total.
+// What some entries gave some queries: weighted values that are not divided yet, and of each the maximum and total.
 struct Part {
     float *out, *top, *total;
+    void clear(int queries, int dim) const {
+        std::fill_n(out, size_t(queries) * dim, 0.f);
+        std::fill_n(top, queries, -INFINITY);
+        std::fill_n(total, queries, 0.f);
+    }
 };
 
+// Adds to a part what `count` entries give, of which the first is the segment's entry `first`.
 template <class T>
 void attend(Scratch<T>& s, const T* key, const T* value, int first, int count, int queries, const T* const* query,
             const int* last, int dim, float scale, Part part) {
     std::vector<float> fade(queries);
-    std::fill(part.out, part.out + size_t(queries) * dim, 0.f);
-    std::fill(part.top, part.top + queries, -INFINITY);
-    std::fill(part.total, part.total + queries, 0.f);
     for (int at = 0; at < count; at += BLOCK) {
         const int here = std::min(BLOCK, count - at);
         load_keys(s, key + int64_t(at) * dim, dim, here);
         load_values(s, value + int64_t(at) * dim, dim, here);
         by_fours(queries, [&](auto N, int n) {
+            if (*std::max_element(last + n, last + n + N) < first + at) return;
             score<T, N()>(s, query + n, last + n, first + at, dim, scale, part.top + n, part.total + n, &fade[n],
                           &s.weights[n * BLOCK]);
             add_values<T, N()>(s, dim, &fade[n], part.out + size_t(n) * dim, &s.weights[n * BLOCK]);
@@ -276,6 +280,7 @@ void attend_rows(Shape at, const T* query, Segment<T> own, Segment<T> prefix, T*
                                    task.head * from.head_stride + int64_t(first) * dim;
             const Part whole{results.data(), &results[size_t(most) * packed * dim],
                              &results[size_t(most) * packed * (dim + 1)]};
+            whole.clear(count * packed, dim);
             attend(s, from.key + offset, from.value + offset, first, int(std::min<int64_t>(CHUNK, entries - first)),
                    count * packed, queries.data(), last.data(), dim, at.scale, whole);
             for (int r = 0; r < count; r++) {
@@ -307,6 +312,50 @@ void attend_rows(Shape at, const T* query, Segment<T> own, Segment<T> prefix, T*
     }
 }
 
+// A chunk of one prompt over some segments, the last of which is the chunk itself: token t sees its entries up to t.
+template <class T> struct Past {
+    const T *key, *value;
+    int64_t head_stride, count;
+};
+
+template <class T>
+void attend_chunk(const T* query, const Past<T>* past, int segments, int heads, int kv_heads, int width, int dim,
+                  float scale, T* out, float* logsumexp, int threads) {
+    constexpr int TOKENS = 64;  // whose queries go over the keys together
+    const int group = heads / kv_heads, tiles = (width + TOKENS - 1) / TOKENS;
+#pragma omp parallel num_threads(threads)
+    {
+        const int most = TOKENS * group;
+        Scratch<T> s(dim, most);
+        std::vector<float> results(size_t(most) * (dim + 2));
+        const Part part{results.data(), &results[size_t(most) * dim], &results[size_t(most) * (dim + 1)]};
+        std::vector<const T*> queries(most);
+        std::vector<int> last(most);
+        std::vector<size_t> places(most);
+#pragma omp for schedule(dynamic, 1)
+        for (int i = tiles * kv_heads - 1; i >= 0; i--) {  // the late tokens, which see most, first
+            const int head = i % kv_heads, first = i / kv_heads * TOKENS, tokens = std::min(TOKENS, width - first);
+            for (int n = 0; n < tokens * group; n++) {
+                places[n] = size_t(head * group + n / tokens) * width + first + n % tokens;
+                queries[n] = query + places[n] * dim;
+            }
+            part.clear(tokens * group, dim);
+            for (int k = 0; k < segments; k++) {
+                const bool itself = k + 1 == segments;
+                const int64_t offset = head * past[k].head_stride, count = itself ? first + tokens : past[k].count;
+                for (int n = 0; n < tokens * group; n++) last[n] = itself ? first + n % tokens : int(count) - 1;
+                attend(s, past[k].key + offset, past[k].value + offset, 0, int(count), tokens * group, queries.data(),
+                       last.data(), dim, scale, part);
+            }
+            for (int n = 0; n < tokens * group; n++) {
+                for (int d = 0; d < dim; d++)
+                    out[places[n] * dim + d] = Words<T>::one(part.out[size_t(n) * dim + place<T>(d)] / part.total[n]);
+                logsumexp[places[n]] = part.top[n] * 0.693147181f + std::log(part.total[n]);
+            }
+        }
+    }
+}
+
 // Entries of a cache behind each row's length.
 template <class T>
 void write_rows(const T* from, int64_t row_stride, int64_t head_stride, int64_t token_stride, T* to,
@@ -331,6 +380,11 @@ void write_rows(const T* from, int64_t row_stride, int64_t head_stride, int64_t 
                              prefix_lengths},                                                                          \
                             query, {key, value, row_stride, head_stride},                                              \
                             {prefix_key, prefix_value, prefix_stride, prefix_head_stride}, out, logsumexp, threads);   \
+    }                                                                                                                  \
+    extern "C" void attend_chunk_##NAME(const T* query, const cpu::Past<T>* past, int segments, int heads,             \
+                                        int kv_heads, int width, int dim, float scale, T* out, float* logsumexp,       \
+                                        int threads) {                                                                 \
+        cpu::attend_chunk<T>(query, past, segments, heads, kv_heads, width, dim, scale, out, logsumexp, threads);      \
     }                                                                                                                  \
     extern "C" void write_rows_##NAME(const T* from, int64_t row_stride, int64_t head_stride, int64_t token_stride,    \
                                       T* to, int64_t to_row_stride, int64_t to_head_stride, const int64_t* lengths,    \

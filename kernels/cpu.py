@@ -24,15 +24,19 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-SOURCES = ("attention_cpu.cpp", "linear_cpu.cpp")
+SOURCES = ("attention_cpu.cpp", "linear_cpu.cpp", "draft_linear_cpu.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=off", "-w")
 KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
 # of each kernel's arguments: p a tensor's address, l 64 bits, i 32 bits, f float
 SIGNATURES = {
     "attend_rows": "ppp ll pp ll ppp iiiiii f pp i",
+    "attend_chunk": "pp iiiii f pp i",
     "write_rows": "p lll p ll p iiii",
     "linear": "ppppp iii i",
     "rms_norm": "ppp ii f",
+    "int8": "ppppp iii i",
+    "int4": "ppppp iii i",
+    "sparse": "ppp iii f i",
 }
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 

@@ -1,19 +1,25 @@
-"""Projections with 8-bit or 4-bit weights: PyTorch's own packed products on a CPU, plain products elsewhere.
+"""Projections with 8-bit or 4-bit weights, of drafts: our C++ product on a CPU that has its instructions, which rounds
+activations to 8 bits too; else PyTorch's own packed products on a CPU, and plain ones elsewhere.
 
     pack(weight, bits) -> Packed
     low_bit_linear(x, packed, bias) -> y
 
-weight: (out, in). 8 bits: one scale per output channel. 4 bits: one scale and offset per `GROUP` input channels.
-x: (…, in), any floating type; y: (…, out).
+weight: (out, in). 8 bits: one scale per output channel. 4 bits: one scale (PyTorch's: and an offset) per `GROUP` input
+channels. x: (…, in), any floating type; y: (…, out).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
+
+from std_core.kernels import cpu
 
 GROUP = 32  # input channels that share a scale at 4 bits
+ACTIVATIONS = 128  # input channels of a row that share a scale in the C++ product
 
 
 @dataclass(frozen=True)
@@ -21,9 +27,11 @@ class Packed:
     """Weights as the product takes them."""
 
     weight: torch.Tensor
-    scale: torch.Tensor  # 8 bits: (out,); 4 bits: (in / GROUP, out, 2), scale and the value of level 8
+    scale: (
+        torch.Tensor
+    )  # 8 bits: (out,); 4 bits: (out, groups), or PyTorch's (groups, out, 2) with the value of level 8
     bits: int
-    plain: torch.Tensor | None = None  # (out, in) unpacked again, where no packed product exists
+    by: Literal["cpp", "pytorch", "plain"]
 
     @property
     def nbytes(self) -> int:
@@ -31,22 +39,25 @@ class Packed:
 
 
 def packable(weight: torch.Tensor, bits: int) -> bool:
-    """Whether the packed product takes this shape; 4 bits need whole groups, and 16 output channels at a time."""
-    return bits == 8 or (weight.shape[1] % GROUP == 0 and weight.shape[0] % 16 == 0)
+    """Whether a packed product takes this shape; PyTorch's with 4 bits needs whole groups, and 16 output channels at a
+    time."""
+    fits = weight.shape[1] % GROUP == 0 and weight.shape[0] % 16 == 0
+    return bits == 8 or fits or cpu.serves("int4", weight)
 
 
 def pack(weight: torch.Tensor, bits: int) -> Packed:
+    if cpu.serves(f"int{bits}", weight):
+        return _packed_for_cpp(weight, bits)
     levels, scale = (_levels8 if bits == 8 else _levels4)(weight.float())
     scale = scale.to(weight.dtype)
     if weight.device.type == "cpu":
         stored = levels if bits == 8 else torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
-        return Packed(stored, scale, bits)
-    stored = levels if bits == 8 else levels[:, ::2].to(torch.uint8) << 4 | levels[:, 1::2].to(torch.uint8)
-    return Packed(stored, scale, bits, unpacked(levels, scale, bits).to(weight.dtype))
+        return Packed(stored, scale, bits, "pytorch")
+    return Packed(unpacked(levels, scale, bits).to(weight.dtype), scale, bits, "plain")
 
 
 def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
-    """(out, in) float32: what the levels stand for; the definition."""
+    """(out, in) float32: what PyTorch's levels stand for."""
     if bits == 8:
         return levels.float() * scale.float()[:, None]
     step, middle = (x.transpose(0, 1)[..., None].float() for x in scale.unbind(-1))
@@ -55,8 +66,10 @@ def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tens
 
 def low_bit_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     flat = x.flatten(0, -2)
-    if packed.plain is not None:
-        y = flat @ packed.plain.T
+    if packed.by == "cpp":
+        return _by_cpp(flat, packed, bias).unflatten(0, x.shape[:-1])
+    if packed.by == "plain":
+        y = flat @ packed.weight.T
     elif packed.bits == 8:
         y = torch.ops.aten._weight_int8pack_mm(flat, packed.weight, packed.scale)
     else:
@@ -76,3 +89,45 @@ def _levels4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     step = (high - low).clamp(min=1e-8) / 15
     levels = ((grouped - low[..., None]) / step[..., None]).round().clamp(0, 15).to(torch.int32).flatten(1)
     return levels, torch.stack([step, low + 8 * step], dim=-1).transpose(0, 1).contiguous()
+
+
+# ------------------------------------------------------------------------------------------------------ the C++ product
+
+
+def _packed_for_cpp(weight: torch.Tensor, bits: int) -> Packed:
+    padded = F.pad(weight.float(), (0, -weight.shape[1] % ACTIVATIONS))
+    if bits == 8:
+        levels, scale = _levels8(padded)
+        return Packed((levels.to(torch.int16) + 128).to(torch.uint8), scale, bits, "cpp")
+    levels, scale = _signed4(padded)
+    halves = (levels + 8).to(torch.uint8).unflatten(1, (-1, 2, GROUP))
+    return Packed(halves[:, :, 0] | halves[:, :, 1] << 4, scale, bits, "cpp")
+
+
+def _signed4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels -8 to 7, and scales whose sign lets the largest of a group be -8: one level more than 7 on both sides."""
+    grouped = weight.unflatten(1, (-1, GROUP))
+    largest = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))[..., 0]
+    scale = (largest / -8).to(torch.bfloat16)
+    safe = torch.where(scale == 0, 1, scale.float())
+    return (grouped / safe[..., None]).round().clamp(-8, 7).flatten(1), scale
+
+
+def _by_cpp(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    x = x.contiguous()
+    y = x.new_empty(len(x), len(packed.scale))
+    tensors = (0 if t is None else t.data_ptr() for t in (x, packed.weight, packed.scale, bias, y))
+    shape = len(x), x.shape[1], len(packed.scale)
+    cpu.call(f"int{packed.bits}", x.dtype, *tensors, *shape, torch.get_num_threads())
+    return y
+
+
+def reference(x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """The definition of the C++ product in float64: (n, out); for tests."""
+    padded = F.pad(x.double(), (0, -x.shape[1] % ACTIVATIONS)).unflatten(1, (-1, ACTIVATIONS))
+    step = padded.abs().amax(2, keepdim=True) / 127
+    rounded = ((padded / torch.where(step == 0, 1, step)).round() * step).flatten(1)
+    if packed.bits == 8:
+        return rounded @ ((packed.weight.double() - 128) * packed.scale.double()[:, None]).T
+    levels = torch.stack((packed.weight & 15, packed.weight >> 4), 2).flatten(1).double() - 8
+    return rounded @ (levels.unflatten(1, (-1, GROUP)) * packed.scale.double()[..., None]).flatten(1).T

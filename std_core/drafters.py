@@ -16,7 +16,7 @@ from torch import nn
 
 from std_core.fast import second_tree
 from std_core.kernels.low_bit import low_bit_linear, pack, packable
-from std_core.kernels.sparse_linear import sparsified
+from std_core.kernels.sparse_linear import few, sparse_linear, sparsified, turned
 from std_core.model import Model
 from std_core.types import Draft
 
@@ -83,11 +83,15 @@ def _bytes(module: Any) -> int:
 class SparseLinear(nn.Module):
     """`inner` over the input channels above a magnitude; `keep` is their share in the sample that set the threshold."""
 
-    def __init__(self, inner: nn.Module, threshold: float, keep: float):
+    def __init__(self, inner: Any, threshold: float, keep: float):
         super().__init__()
         self.inner, self.threshold, self.keep = inner, threshold, keep
+        self.turned = turned(inner.weight.detach()) if isinstance(inner, nn.Linear) else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.turned is not None and few(x):
+            y = sparse_linear(x, self.turned, self.threshold)
+            return y if self.inner.bias is None else y + self.inner.bias
         return self.inner(sparsified(x, self.threshold))
 
 

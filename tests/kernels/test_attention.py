@@ -116,15 +116,17 @@ def test_long_rows_and_their_logsumexp(
     torch.testing.assert_close(lse[1, :, 0].double(), scores[..., 0].logsumexp(-1), rtol=1e-3, atol=1e-3)
 
 
+@BOTH
 @settings(max_examples=25, deadline=None)
-@given(HEADS, st.integers(1, 20), st.lists(st.integers(0, 40), min_size=0, max_size=2), st.integers(0, 2**31))
+@given(HEADS, st.integers(1, 150), st.lists(st.integers(0, 140), min_size=0, max_size=2), st.integers(0, 2**31))
 def test_a_chunk_sees_its_past_and_itself_causally(
-    heads: tuple[int, int], width: int, past: list[int], seed: int
+    compiled: bool, heads: tuple[int, int], width: int, past: list[int], seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    query = torch.randn(1, heads[0], width, 16, generator=rng)
-    segments = [tuple(torch.randn(1, heads[1], n, 16, generator=rng) for _ in range(2)) for n in [*past, width]]
-    out, logsumexp = attention.attend_chunk(query, segments[:-1], segments[-1], 0.25)  # type: ignore[arg-type]
+    query = torch.randn(1, heads[0], width, 32, generator=rng)
+    segments = [tuple(torch.randn(1, heads[1], n, 32, generator=rng) for _ in range(2)) for n in [*past, width]]
+    with kernels(compiled):
+        out, logsumexp = attention.attend_chunk(query, segments[:-1], segments[-1], 0.25)  # type: ignore[arg-type]
     key, value = (
         torch.cat([s[i] for s in segments], dim=2).repeat_interleave(heads[0] // heads[1], 1).double() for i in (0, 1)
     )

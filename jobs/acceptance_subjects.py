@@ -51,7 +51,7 @@ class Subject:
         return len({request.video for request in self.requests})
 
 
-def engine_of(model: str, folder: Path, threads: int) -> Engine:
+def engine_of(model: str, folder: Path, threads: int, **settings: str) -> Engine:
     """An engine of `demo`, `smollm2`, one of the tiny families (built in `folder`), a preset, folder or hub id.
 
     Raises:
@@ -65,25 +65,35 @@ def engine_of(model: str, folder: Path, threads: int) -> Engine:
         path = str(tiny_models.build(model, folder / model))
     else:
         path = model_path(model)
-    return Engine.load(path, threads=threads, keep_prefixes=True)
+    return Engine.load(path, threads=threads, keep_prefixes=True, **settings)  # type: ignore[arg-type]
 
 
-def subject(checkpoint: Checkpoint, context: int, prompts: Sequence[int], tokens: int, more: int = 0) -> Subject:
+def subject(
+    checkpoint: Checkpoint,
+    context: int,
+    prompts: Sequence[int],
+    tokens: int,
+    more: int = 0,
+    step: int = STEP,
+    scenes: Sequence[int] = SCENES,
+) -> Subject:
     """Prompts of at least `context` tokens (visual ones, of a model that sees).
 
     Args:
         prompts: numbers of the prompts, each another text or clip.
         tokens: written per request; of prose exactly, of a clip at most.
         more: tokens of prose that follow each prompt and are kept.
+        step: tokens by which texts differ in length.
+        scenes: of the clips, in turn.
     """
     if checkpoint.takes_video:
-        shown = list(_clips(checkpoint, context, prompts, Sampling(tokens, temperature=0.0)))
+        shown = list(_clips(checkpoint, context, prompts, Sampling(tokens, temperature=0.0), scenes))
         return Subject(shown, {r.request_id: checkpoint.inputs(r) for r in shown}, {})
-    ids = _prose(checkpoint, (context + STEP * len(prompts) + more) * (max(prompts) + 1))
+    ids = _prose(checkpoint, (context + step * len(prompts) + more) * (max(prompts) + 1))
     sampling = Sampling(tokens, min_tokens=tokens, temperature=0.0)
     found = Subject([], {}, {})
     for number, part in zip(prompts, itertools.count(1)):
-        length, name = context + STEP * part, f"prose {number}"
+        length, name = context + step * part, f"prose {number}"
         piece = ids[len(ids) * number // (max(prompts) + 1) :][: length + more]
         prompt = torch.tensor([piece[:length]])
         found.requests.append(Request(name, "", video=name, sampling=sampling))
@@ -114,11 +124,13 @@ def _prose(checkpoint: Checkpoint, least: int) -> list[int]:
     return ids
 
 
-def _clips(checkpoint: Checkpoint, context: int, prompts: Sequence[int], sampling: Sampling) -> Iterator[Request]:
+def _clips(
+    checkpoint: Checkpoint, context: int, prompts: Sequence[int], sampling: Sampling, scenes: Sequence[int]
+) -> Iterator[Request]:
     """Scenes as long as it takes for a clip to have `context` visual tokens."""
     for number in prompts:
         rng = random.Random(f"acceptance {number}")
-        story = world.draw_scenes(rng, SCENES[number % len(SCENES)])
+        story = world.draw_scenes(rng, scenes[number % len(scenes)])
         rate = 1
         while checkpoint.geometry.tokens(_frames(story, rate), SIDE, SIDE) < context:
             rate += 1

@@ -4,6 +4,7 @@ language model that a package brings along."""
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def fed(hf: Any, inputs: Inputs) -> dict[str, Any]:
         "second_per_grid_ts": inputs.seconds,
     }
     return {"input_ids": inputs.ids} | _set(shown)
+
+
+def batch_of(hf: Any, prompts: Sequence[Inputs]) -> dict[str, Any]:
+    """Prompts of one length as one batch; of a model that sees, each with one video."""
+    each = [fed(hf, inputs) for inputs in prompts]
+    return {name: torch.cat([one[name] for one in each]) for name in each[0]}
 
 
 def _llava_videos(hf: Any, inputs: Inputs) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from std_core.kernels import cpu
+
 Segment = tuple[torch.Tensor, torch.Tensor]  # keys, values
 SPLIT = 512  # entries that are reduced together; PyTorch's CPU kernel has the same number built in
 
@@ -68,12 +70,16 @@ def attend_rows(
 ) -> Segment:
     """(B, query heads, T, d), and the log-sum-exp of all scores, (B, query heads, T) float32; `own` already holds the T
     new tokens, `lengths` (B,) counts what lies before them."""
+    if groups is None or not len(groups.members):
+        prefix = None
+    if _in_one(query, own, prefix):
+        return _fused(query, own, lengths, prefix, groups, scale)
     rows, heads, width, dim = query.shape
     kv_heads = own[0].shape[1]
     packed = query.reshape(rows, kv_heads, heads // kv_heads * width, dim)
     newest = lengths[:, None] + torch.arange(width, device=query.device)  # (B, T): the last entry each token sees
     out, lse = _masked(packed, own, newest.repeat(1, heads // kv_heads), scale, fixed)
-    if prefix is not None and groups is not None and len(groups.members):
+    if prefix is not None and groups is not None:
         count, share = groups.members.shape
         grouped = packed[groups.members].transpose(1, 2).reshape(count, kv_heads, -1, dim)
         last = (groups.lengths - 1)[:, None].expand(-1, grouped.shape[2])
@@ -84,6 +90,17 @@ def attend_rows(
         seen = part[1].masked_fill((groups.prefix < 0)[:, None, None], float("-inf"))
         out, lse = merge((out, lse), (part[0], seen))
     return out.reshape(rows, heads, width, dim), lse.reshape(rows, heads, width)
+
+
+def write_rows(cache: torch.Tensor, lengths: torch.Tensor, new: torch.Tensor) -> None:
+    """Puts T entries per row behind `lengths` (B,); cache: (rows, KV heads, capacity, d), new: (B, KV heads, T, d)."""
+    rows, kv_heads, width, dim = new.shape
+    if cpu.serves("write_rows", cache) and new.stride(3) == 1:
+        strides = new.data_ptr(), *new.stride()[:3], cache.data_ptr(), *cache.stride()[:2], lengths.data_ptr()
+        cpu.call("write_rows", cache.dtype, *strides, rows, kv_heads, width, dim)
+        return
+    places = lengths[:, None] + torch.arange(width, device=lengths.device)
+    cache[torch.arange(rows, device=lengths.device)[:, None], :, places] = new.transpose(1, 2)
 
 
 def attend_chunk(
@@ -111,6 +128,45 @@ def merge(one: Segment, other: Segment) -> Segment:
     (a, la), (b, lb) = one, other
     lse = torch.logaddexp(la, lb)
     return a * (la - lse).exp()[..., None].to(a.dtype) + b * (lb - lse).exp()[..., None].to(b.dtype), lse
+
+
+def path_name(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
+    """Which implementation `attend_rows` takes, for reports."""
+    entries = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
+    if _in_one(entries, (entries, entries), None):
+        return "kernels/attention_cpu.cpp"
+    return "PyTorch's fused attention" if device.type == "cpu" else "PyTorch's products"
+
+
+def _in_one(query: torch.Tensor, own: Segment, prefix: Segment | None) -> bool:
+    """Whether the C++ kernel takes this; it needs no shapes pinned for `fixed`."""
+    stores = (*own, *(prefix or ()))
+    lie = all(x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.dtype == query.dtype for x in stores)
+    return lie and query.shape[3] % 32 == 0 and cpu.serves("attend_rows", query)
+
+
+def _fused(
+    query: torch.Tensor,
+    own: Segment,
+    lengths: torch.Tensor,
+    prefix: Segment | None,
+    groups: Groups | None,
+    scale: float,
+) -> Segment:
+    query = query.contiguous()
+    rows, heads, width, dim = query.shape
+    out, lse = torch.empty_like(query), query.new_empty(rows, heads, width, dtype=torch.float32)
+    shared: tuple[int, ...] = (0, 0, 0, 0)
+    under: tuple[int, int, int] = (lengths.data_ptr(), 0, 0)
+    if prefix is not None and groups is not None:
+        shared = prefix[0].data_ptr(), prefix[1].data_ptr(), *prefix[0].stride()[:2]
+        under = lengths.data_ptr(), groups.prefix.data_ptr(), groups.lengths.data_ptr()
+    count = len(groups.lengths) if prefix is not None and groups is not None else 0
+    shape = rows, heads, own[0].shape[1], width, dim, count, scale
+    entries = query.data_ptr(), own[0].data_ptr(), own[1].data_ptr(), *own[0].stride()[:2]
+    results = out.data_ptr(), lse.data_ptr(), torch.get_num_threads()
+    cpu.call("attend_rows", query.dtype, *entries, *shared, *under, *shape, *results)
+    return out, lse
 
 
 def _masked(query: torch.Tensor, segment: Segment, last: torch.Tensor, scale: float, fixed: bool) -> Segment:

@@ -6,7 +6,7 @@ Between two rounds at most one chunk of one prompt is prefilled, so that no row 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -73,6 +73,23 @@ class Batch:
                 yield from self._round()
             elif late:
                 time.sleep(IDLE)
+
+    def seat(self, requests: Sequence[Request]) -> float:
+        """Fills the first slots and runs no round, for callers who run rounds themselves; returns the seconds it took
+        behind the vision tower.
+
+        Raises:
+            ValueError: a request ended at its first token.
+        """
+        for slot, request in enumerate(requests):
+            pieces, arrived = self.prefill.admit(request, slot), None
+            while arrived is None:
+                arrived = self._chunk(pieces)
+            if isinstance(arrived, Result):
+                raise ValueError(f"request {request.request_id!r} ended at once: {arrived.error or arrived.text!r}")
+            self.rows[slot] = arrived
+        self._regroup()
+        return sum(row.prefill_s for row in self.rows if row is not None)
 
     def _chunk(self, admission: Pieces) -> Row | Result | None:
         """One piece of an admission's work; None if there is more to do."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from std_core.kernels.attention import SPLIT, Groups, Segment, attend_chunk, attend_rows
+from std_core.kernels.attention import SPLIT, Groups, Segment, attend_chunk, attend_rows, write_rows
 from std_core.kernels.gather import gather_entries
 from std_core.kernels.mass import attention_mass
 
@@ -53,10 +53,8 @@ class Cache:
 
     def write(self, layer: int, lengths: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Writes T entries per row behind `lengths` (B,); key and value: (B, KV heads, T, head size)."""
-        rows = torch.arange(len(lengths), device=lengths.device)[:, None]
-        places = lengths[:, None] + torch.arange(key.shape[2], device=lengths.device)
-        self.key[layer][rows, :, places] = key.transpose(1, 2)
-        self.value[layer][rows, :, places] = value.transpose(1, 2)
+        write_rows(self.key[layer], lengths, key)
+        write_rows(self.value[layer], lengths, value)
 
     def replace(
         self, layer: int, at: torch.Tensor, valid: torch.Tensor, key: torch.Tensor, value: torch.Tensor

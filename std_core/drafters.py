@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from std_core.fast import second_tree
 from std_core.kernels.low_bit import low_bit_linear, pack, packable
 from std_core.kernels.sparse_linear import sparsified
 from std_core.model import Model
@@ -31,7 +32,7 @@ def drafter_of(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> M
     if not draft.cheaper:
         return model
     cheap = copy.copy(model)
-    cheap.decoder = _second_tree(model.decoder)
+    cheap.decoder = second_tree(model.decoder)
     if draft.depth < 1:
         _exit_early(cheap, layers_read(draft, model.layers))
     for name, linear in list(projections(cheap.decoder)):
@@ -125,12 +126,6 @@ def _low_bit(linear: nn.Linear, bits: int) -> nn.Module:
 
 
 # -------------------------------------------------------------------------------------------------------------- trees
-
-
-def _second_tree(decoder: nn.Module) -> Any:
-    """Other module objects over the same parameters and buffers."""
-    shared = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
-    return copy.deepcopy(decoder, shared)
 
 
 def _exit_early(model: Model, layers: int) -> None:

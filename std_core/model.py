@@ -19,6 +19,7 @@ from transformers import AttentionInterface, GgufConfig
 from std_core.cache import Cache, ChunkStep, RowsStep
 from std_core.checkpoint import Checkpoint, Inputs
 from std_core.families import FAMILIES, refusal, sees, windowed, writer_of
+from std_core.fast import fast
 from std_core.types import RequestError
 
 ATTENTION = "std_core"
@@ -110,6 +111,7 @@ class Model:
         if why := self._strange():
             self.detach()
             raise ValueError(f"{name} {why}, which cannot be driven")
+        self.decoder, self.head = fast(self.decoder), fast(self.head)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, *devices: str) -> Model:

@@ -1,17 +1,38 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from std_core.kernels import attention
+from std_core.kernels import attention, cpu
 from std_core.kernels.attention import Groups
 from std_core.kernels.gather import gather_entries
 from std_core.kernels.mass import attention_mass
 
+BOTH = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "pytorch"])
+
+
+@contextmanager
+def kernels(compiled: bool, dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """The C++ kernels, where this machine has them, or PyTorch's operations."""
+    if not compiled:
+        with mock.patch.object(cpu, "serves", return_value=False):
+            yield
+    elif not cpu.serves("attend_rows", torch.empty(0, dtype=dtype)):
+        pytest.skip("no compiler here, or no such instructions")
+    else:
+        yield
+
+
 HEADS = st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)])
 
 
+@BOTH
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 4),
@@ -23,6 +44,20 @@ HEADS = st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)])
     st.data(),
 )
 def test_rows_over_two_segments_are_their_definition(
+    compiled: bool,
+    rows: int,
+    heads: tuple[int, int],
+    width: int,
+    dim: int,
+    lengths: list[int],
+    prefixes: list[int],
+    data: st.DataObject,
+) -> None:
+    with kernels(compiled):
+        _over_two_segments(rows, heads, width, dim, lengths, prefixes, data)
+
+
+def _over_two_segments(
     rows: int,
     heads: tuple[int, int],
     width: int,
@@ -50,6 +85,37 @@ def test_rows_over_two_segments_are_their_definition(
     )
 
 
+@BOTH
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    HEADS,
+    st.sampled_from([1, 2, 8, 32]),
+    st.sampled_from([32, 64, 128]),
+    st.lists(st.sampled_from([0, 63, 64, 1000, 1023, 1024, 2050]), min_size=3, max_size=3),
+    st.integers(0, 2**31),
+)
+def test_long_rows_and_their_logsumexp(
+    compiled: bool, dtype: torch.dtype, heads: tuple[int, int], width: int, dim: int, lengths: list[int], seed: int
+) -> None:
+    """Over the borders of blocks, splits and chunks, under prefixes of their own and shared ones."""
+    rng = torch.Generator().manual_seed(seed)
+    query, *stores = (
+        torch.randn(3, n, m, dim, generator=rng).to(dtype)
+        for n, m in ((heads[0], width), *[(heads[1], 2050 + width)] * 4)
+    )
+    own, shared = (stores[0], stores[1]), (stores[2], stores[3])
+    groups = Groups.of([1, 0, 1], [lengths[1], lengths[2]])
+    with kernels(compiled, dtype):
+        got, lse = attention.attend_rows(query, own, torch.tensor(lengths), shared, groups, dim**-0.5)
+    want = attention.reference_rows(query, own, torch.tensor(lengths), shared, groups, dim**-0.5)
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.double(), want, rtol=near, atol=near)
+    key = torch.cat([shared[0][0, :, : lengths[1]], own[0][1, :, : lengths[1] + 1]], dim=1)
+    scores = key.repeat_interleave(heads[0] // heads[1], 0).double() @ query[1, :, 0, :, None].double() * dim**-0.5
+    torch.testing.assert_close(lse[1, :, 0].double(), scores[..., 0].logsumexp(-1), rtol=1e-3, atol=1e-3)
+
+
 @settings(max_examples=25, deadline=None)
 @given(HEADS, st.integers(1, 20), st.lists(st.integers(0, 40), min_size=0, max_size=2), st.integers(0, 2**31))
 def test_a_chunk_sees_its_past_and_itself_causally(
@@ -71,10 +137,11 @@ def test_a_chunk_sees_its_past_and_itself_causally(
 COUNTS = st.lists(st.integers(0, 700), min_size=4, max_size=4)
 
 
+@BOTH
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from([torch.bfloat16, torch.float32]), COUNTS, COUNTS, st.permutations(range(4)), st.integers(0, 3))
 def test_fixed_shapes_give_a_token_the_same_bits_in_any_company(
-    dtype: torch.dtype, lengths: list[int], prefixes: list[int], places: list[int], shift: int
+    compiled: bool, dtype: torch.dtype, lengths: list[int], prefixes: list[int], places: list[int], shift: int
 ) -> None:
     """The last token of row 0 alone, and in another slot, at another place of its width, under another row of the
     prefix store, among rows that see more."""
@@ -99,10 +166,21 @@ def test_fixed_shapes_give_a_token_the_same_bits_in_any_company(
             0
         ]  # type: ignore[arg-type]
 
-    one = attend([0, 1, 2, 3], [0, 1, 2, 3], *alone)[0, :, 3]
-    lengths[0] += shift
-    other = attend(list(places), list(reversed(places)), lengths, prefixes)[places.index(0), :, 3 - shift]
+    with kernels(compiled, dtype):
+        one = attend([0, 1, 2, 3], [0, 1, 2, 3], *alone)[0, :, 3]
+        lengths[0] += shift
+        other = attend(list(places), list(reversed(places)), lengths, prefixes)[places.index(0), :, 3 - shift]
     assert torch.equal(one, other)
+
+
+def test_what_is_no_number_is_seen_by_those_who_look_at_it_alone() -> None:
+    """One row's broken entries, and what lies behind a row's length, stay out of the others' results."""
+    query, cache = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 200, 32)
+    broken = cache.clone()
+    broken[0, :, 10], broken[1, :, 101:] = float("nan"), float("nan")
+    out, _ = attention.attend_rows(query, (broken, broken), torch.tensor([100, 100]), None, None, 0.3)
+    whole, _ = attention.attend_rows(query, (cache, cache), torch.tensor([100, 100]), None, None, 0.3)
+    assert out[0].isnan().all() and torch.equal(out[1], whole[1])
 
 
 def test_an_empty_slot_gives_finite_numbers() -> None:

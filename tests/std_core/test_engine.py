@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import demo_model
 from std_core import cache, decode
 from std_core.batch import Batch
 from std_core.engine import Engine, devices_from
+from std_core.kernels import cpu
 from std_core.model import layer_names, spread
 from std_core.types import Draft, Request, Sampling
 
@@ -374,23 +375,54 @@ def halves(tiny_model: Path) -> Callable[..., Engine]:
     return lambda **settings: Engine(loaded.model, loaded.checkpoint, **settings)
 
 
-def test_strict_texts_are_the_dense_loops_in_bfloat16(halves: Callable[..., Engine], requests: list[Request]) -> None:
-    """Whatever drafts, in which order, with whom in the batch, and whether a video is shared."""
+@pytest.fixture
+def plain_halves(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """The same on PyTorch's operations alone, whose sums depend on the shapes they are made in."""
+    monkeypatch.setattr(cpu, "serves", lambda name, of: False)
+    loaded = Engine.load(str(tiny_model), dtype="bfloat16")
+    return lambda **settings: Engine(loaded.model, loaded.checkpoint, **settings)
+
+
+@pytest.fixture(scope="session")
+def various(requests: list[Request]) -> list[Request]:
+    """Clips and questions on a shared clip, greedy and sampled."""
     asked = [replace(r, sampling=replace(r.sampling, max_tokens=30), video="") for r in requests * 2]
     clip = requests[4].frames
     asked += [Request("", f"What is in scene {i}?", clip, "clip", sampling=Sampling(20)) for i in range(4)]
     drawn = Sampling(30, temperature=0.8, top_p=0.9, repetition_penalty=1.1)
     asked = [replace(r, request_id=str(i)) for i, r in enumerate(asked)]
-    asked = [replace(r, sampling=replace(drawn, seed=i)) if i % 5 == 0 else r for i, r in enumerate(asked)]
+    return [replace(r, sampling=replace(drawn, seed=i)) if i % 5 == 0 else r for i, r in enumerate(asked)]
+
+
+DRAFTS = (Draft(), Draft("random", k=2, gamma=8), Draft("ngram", gamma=4), Draft("full", gamma=6))
+
+
+def _texts(engine: Engine, requests: Iterable[Request], draft: Draft | None) -> dict[str, list[int]]:
+    return {r.request_id: r.token_ids for r in engine.run(requests, draft)}
+
+
+def test_strict_texts_are_the_dense_loops_in_bfloat16(
+    plain_halves: Callable[..., Engine], various: list[Request]
+) -> None:
+    """Whatever drafts, in which order, with whom in the batch, and whether a video is shared."""
     settings = {"max_num_seqs": 3, "strict": 9}
-    dense = {r.request_id: r.token_ids for r in halves(**settings).run(asked, None)}
-    for draft in (Draft(), Draft("random", k=2, gamma=8), Draft("ngram", gamma=4), Draft("full", gamma=6)):
-        engine = halves(**settings)
-        assert {r.request_id: r.token_ids for r in engine.run(reversed(asked), draft)} == dense
-        assert engine.counters.vision_passes < len(asked)
-    loose = [halves(max_num_seqs=3).run(asked, draft) for draft in (None, Draft("random", k=2, gamma=8))]
-    one, other = ({r.request_id: r.token_ids for r in results} for results in loose)
+    dense = _texts(plain_halves(**settings), various, None)
+    for draft in DRAFTS:
+        engine = plain_halves(**settings)
+        assert _texts(engine, reversed(various), draft) == dense
+        assert engine.counters.vision_passes < len(various)
+    one, other = (_texts(plain_halves(max_num_seqs=3), various, draft) for draft in (None, DRAFTS[1]))
     assert one != other, "without `strict` nothing differs here either: the test shows nothing"
+
+
+def test_our_cpu_kernels_need_no_strict(halves: Callable[..., Engine], various: list[Request]) -> None:
+    """A row's sums are the same in any company and at any width, so bfloat16 texts are those of each request alone."""
+    engine = halves(max_num_seqs=1)
+    if not cpu.serves("linear", engine.model.embedding.weight):
+        pytest.skip("no AVX512_BF16 or no compiler here")
+    alone = _texts(engine, various, None)
+    for draft in (None, *DRAFTS):
+        assert _texts(halves(max_num_seqs=3), reversed(various), draft) == alone
 
 
 def test_strict_needs_room_for_gamma(halves: Callable[..., Engine], requests: list[Request]) -> None:

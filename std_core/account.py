@@ -1,0 +1,140 @@
+"""The bytes of a decode step, and what follows from them alone: where the savings of sparse projections and of a sparse
+KV cache cross, and how much faster a step that reads less can be (Crossover §3).
+
+Symbols as in the paper: P projection weights a layer, h_kv KV heads, d_h head size, n context, r_P and r_KV kept
+fractions, u_B the fraction of projection weights that any of B sequences activates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from std_core.types import Draft
+
+BITS = {"int8": 8.0, "int4": 4.0}
+SCALE_BITS = {"int8": 0.0, "int4": 1.0}  # 4 bits have a scale of 2 × 16 bits per 32 weights
+
+
+@dataclass(frozen=True)
+class Account:
+    """A text stack's dimensions. Bytes are per weight and per cache element."""
+
+    layers: int
+    hidden: int
+    intermediate: int  # of one expert where there are experts
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    experts: int = 1  # that a token is sent to
+    router: int = 0  # experts that there are, if a router chooses among them
+    weight_bytes: float = 2
+    kv_bytes: float = 2
+
+    @classmethod
+    def of(cls, config: Any, weight_bytes: float = 2, kv_bytes: float = 2) -> Account:
+        """From a Hugging Face configuration, of a whole model or of its text stack."""
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        router = getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0) or 0
+        inner = getattr(text, "moe_intermediate_size", None) if router else None
+        return cls(
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=inner or text.intermediate_size,
+            heads=heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            vocabulary=text.vocab_size,
+            experts=text.num_experts_per_tok if router else 1,
+            router=router,
+            weight_bytes=weight_bytes,
+            kv_bytes=kv_bytes,
+        )
+
+    # ------------------------------------------------------------------------------------------------ what a step reads
+
+    @property
+    def projections(self) -> int:
+        """P: weights of one layer's seven projections (of the active experts; a router's beside them)."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate * self.experts + self.hidden * self.router
+
+    @property
+    def projection_bytes(self) -> float:
+        """Of all layers."""
+        return self.layers * self.projections * self.weight_bytes
+
+    @property
+    def head_bytes(self) -> float:
+        """The output head is read in each step, tied to the embedding or not; of an embedding only a row is."""
+        return self.hidden * self.vocabulary * self.weight_bytes
+
+    @property
+    def entry_bytes(self) -> float:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+    def step_bytes(self, entries: Sequence[float], draft: Draft | None = None, shared: Sequence[float] = ()) -> float:
+        """What one step of a batch reads.
+
+        Args:
+            entries: KV entries of each row that it alone has.
+            draft: its weights in place of the model's.
+            shared: entries of each prefix that rows share, counted once.
+        """
+        return self.weights_read(draft, len(entries)) + (sum(entries) + sum(shared)) * self.kv_read(draft)
+
+    def weights_read(self, draft: Draft | None = None, rows: int = 1, union: float | None = None) -> float:
+        """Projections and head.
+
+        Args:
+            union: u_B for `rows` sequences; as if they chose channels independently if not given.
+        """
+        if draft is None:
+            return self.projection_bytes + self.head_bytes
+        kept = (1 - (1 - draft.channels) ** rows) if union is None else union
+        body, head = self.projection_bytes * draft.depth * kept, self.head_bytes
+        if draft.weights in BITS:
+            full = 8 * self.weight_bytes
+            body *= (BITS[draft.weights] + SCALE_BITS[draft.weights]) / full
+            head *= BITS["int8"] / full
+        return body + head
+
+    def kv_read(self, draft: Draft | None = None) -> float:
+        """Bytes of one entry, of the layers that a draft runs through."""
+        return self.entry_bytes * (draft.depth if draft else 1.0)
+
+    # ----------------------------------------------------------------------------------------- crossovers and bounds
+
+    def crossover(self, keep_kv: float, union: float, rows: int = 1) -> float:
+        """n*_B: the context, of each of B sequences, from which on the KV cache's saving is the larger one.
+
+        Args:
+            keep_kv: r_KV.
+            union: u_B; r_P itself for one sequence.
+        """
+        saved = self.projections * (1 - union) * self.weight_bytes / self.kv_bytes
+        return saved / (2 * rows * self.kv_heads * self.head_dim * (1 - keep_kv))
+
+    def budget_crossover(self, budget: float, union: float, rows: int = 1) -> float:
+        """The same where the cache keeps `budget` entries whatever the context: r_KV = b/n, valid above b."""
+        return budget + self.crossover(0.0, union, rows)
+
+    def bounds(self, context: float, keep_kv: float, keep_p: float) -> tuple[float, float, float]:
+        """How much faster a single sequence's step can be by sparse projections, by a sparse cache, and by both."""
+        total = self.step_bytes([context])
+        by_p, by_kv = self.projection_bytes * (1 - keep_p), context * self.entry_bytes * (1 - keep_kv)
+        return total / (total - by_p), total / (total - by_kv), total / (total - by_p - by_kv)
+
+
+def tokens_per_round(acceptance: float, gamma: int) -> float:
+    """Expected tokens of a round whose drafts are each accepted with this probability: (1 − a^(γ+1)) / (1 − a)."""
+    return float(gamma + 1) if acceptance >= 1 else (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
+
+
+def speedup(tokens: float, gamma: int, draft: float, verify: float, dense: float) -> float:
+    """Of rounds of γ draft steps and a verification over dense steps; times, or bytes for the bound."""
+    return tokens * dense / (gamma * draft + verify)

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import dispatch_model
 from safetensors import SafetensorError
-from transformers import AttentionInterface, GgufConfig
+from transformers import AttentionInterface, DistributedConfig, GgufConfig
 
 from std_core.cache import Cache, ChunkStep, RowsStep
 from std_core.checkpoint import Checkpoint, Inputs
 from std_core.families import FAMILIES, refusal, sees, windowed, writer_of
+from std_core.ranks import ALONE, Ranks, localized, plan_of, undividable
 from std_core.types import RequestError
 
 ATTENTION = "std_core"
@@ -85,7 +86,7 @@ class Model:
     do not know (sliding windows, linear attention, sinks); what its configuration does not tell, one token does.
     """
 
-    def __init__(self, hf: Any):
+    def __init__(self, hf: Any, ranks: Ranks = ALONE):
         text = hf.config.get_text_config()
         name = f"model of type {hf.config.model_type}"
         if why := refusal(hf.config, type(hf)):
@@ -98,7 +99,8 @@ class Model:
         self.decoder, self.head = hf.get_decoder(), hf.get_output_embeddings()
         self.embedding = hf.get_input_embeddings()
         self.layers = text.num_hidden_layers
-        self.kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        self.ranks = ranks
+        self.kv_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // ranks.size
         self.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.width = self.embedding.embedding_dim
         tower = hf.config.vision_config if self.vision else None
@@ -112,15 +114,21 @@ class Model:
             raise ValueError(f"{name} {why}, which cannot be driven")
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, *devices: str) -> Model:
-        """A checkpoint's weights, read in full (GGUF's unpacked), on one device or with its layers spread over several.
+    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, *devices: str, ranks: Ranks = ALONE) -> Model:
+        """A checkpoint's weights, read in full (GGUF's unpacked), on one device or with its layers spread over several; of
+        several ranks each reads its share, to its one device.
 
         Raises:
-            ValueError: they are missing, incomplete, or of an architecture that cannot be driven.
+            ValueError: they are missing, incomplete, or of an architecture that cannot be driven or not be shared.
         """
         gguf = "gguf_file" in checkpoint.source
-        how = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {"use_safetensors": True}
+        how: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {"use_safetensors": True}
         writer: Any = writer_of(checkpoint.config)  # a checkpoint without one is refused at its load
+        if ranks.size > 1:
+            if why := undividable(checkpoint.config, ranks.size):
+                raise ValueError(why)
+            plan = plan_of(writer, checkpoint.config)
+            how["distributed_config"] = DistributedConfig(tp_size=ranks.size, tp_plan=plan)
         try:
             hf, read = writer.from_pretrained(**checkpoint.source, **how, dtype=dtype, output_loading_info=True)
         except (OSError, SafetensorError) as error:
@@ -130,6 +138,8 @@ class Model:
             raise ValueError(f"model {checkpoint.path!r} lacks {len(lacking)} weights, {lacking[0]} among them")
         if len(devices) > 1:  # accelerate's hooks move what passes from one layer to the next
             return cls(dispatch_model(hf, spread(hf, devices), force_hooks=True))
+        if ranks.size > 1:
+            return cls(localized(hf, devices[0], ranks), ranks)
         return cls(hf.to(devices[0]))
 
     def attach(self) -> None:

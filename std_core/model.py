@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import dispatch_model
 from safetensors import SafetensorError
-from transformers import AttentionInterface, DistributedConfig, GgufConfig
+from transformers import AttentionInterface, GgufConfig
 
 from std_core.cache import Cache, ChunkStep, RowsStep
 from std_core.checkpoint import Checkpoint, Inputs
 from std_core.families import FAMILIES, refusal, sees, windowed, writer_of
-from std_core.ranks import ALONE, Ranks, localized, plan_of, undividable
+from std_core.ranks import ALONE, Ranks, division, localized
 from std_core.types import RequestError
 
 ATTENTION = "std_core"
@@ -115,20 +115,16 @@ class Model:
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, *devices: str, ranks: Ranks = ALONE) -> Model:
-        """A checkpoint's weights, read in full (GGUF's unpacked), on one device or with its layers spread over several; of
-        several ranks each reads its share, to its one device.
+        """A checkpoint's weights (GGUF's unpacked), read in full, on one device or with its layers spread over several;
+        of several ranks each reads its share.
 
         Raises:
-            ValueError: they are missing, incomplete, or of an architecture that cannot be driven or not be shared.
+            ValueError: they are missing, incomplete, or of an architecture that cannot be driven or divided.
         """
         gguf = "gguf_file" in checkpoint.source
-        how: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {"use_safetensors": True}
         writer: Any = writer_of(checkpoint.config)  # a checkpoint without one is refused at its load
-        if ranks.size > 1:
-            if why := undividable(checkpoint.config, ranks.size):
-                raise ValueError(why)
-            plan = plan_of(writer, checkpoint.config)
-            how["distributed_config"] = DistributedConfig(tp_size=ranks.size, tp_plan=plan)
+        how = division(writer, checkpoint.config, ranks)
+        how |= {"quantization_config": GgufConfig(dequantize=True)} if gguf else {"use_safetensors": True}
         try:
             hf, read = writer.from_pretrained(**checkpoint.source, **how, dtype=dtype, output_loading_info=True)
         except (OSError, SafetensorError) as error:

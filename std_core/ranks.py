@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from transformers import DistributedConfig
 
 from std_core.types import Request
 
@@ -61,8 +62,8 @@ class Ranks:
         return x
 
     def agreed(self, waiting: Iterator[Request | None]) -> Iterator[Request | None]:
-        """The stream as rank 0 has it: when a request comes, when none is there yet, and when the stream ends. The other
-        ranks take the same requests, by their ids, from streams of their own.
+        """The stream as rank 0 has it: when a request comes, when none is there yet, and when the stream ends. The
+        other ranks take the same requests, by their ids, from streams of their own.
 
         Raises:
             ValueError: a rank's own stream ends without a request that rank 0 has.
@@ -143,7 +144,14 @@ def undividable(config: Any, size: int) -> str | None:
     return f"the model's {' and '.join(odd)} cannot be divided by {size}" if odd else None
 
 
-def plan_of(writer: Any, config: Any) -> dict[str, str]:
+def division(writer: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
+    """What `from_pretrained` is called with, besides the rest, so that a rank reads its share."""
+    if ranks.size == 1:
+        return {}
+    return {"distributed_config": DistributedConfig(tp_size=ranks.size, tp_plan=_plan(writer, config))}
+
+
+def _plan(writer: Any, config: Any) -> dict[str, str]:
     """transformers' plan for a model's layers and head, or `PLAN` where it has none for its layers. Each rank has the
     whole embedding, and a head that is tied to it is cut from it later."""
     with torch.device("meta"):
@@ -153,17 +161,17 @@ def plan_of(writer: Any, config: Any) -> dict[str, str]:
     plan = {layers + name: how for name, how in PLAN.items()}
     if any(name.startswith(layers) for name in hf.tp_plan):
         plan = {name: how for name, how in hf.tp_plan.items() if name.startswith(layers)}
-    head = "replicate" if tied(hf) else "colwise_gather_output"
+    head = "replicate" if _tied(hf) else "colwise_gather_output"
     return plan | {names[id(hf.get_input_embeddings())]: "replicate", names[id(hf.get_output_embeddings())]: head}
 
 
-def tied(hf: Any) -> bool:
+def _tied(hf: Any) -> bool:
     return hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
 
 
 def localized(hf: Any, device: str, ranks: Ranks) -> Any:
-    """A model as transformers has divided it, with plain tensors for its weights and modules that do what has to be done
-    between ranks.
+    """A model as transformers has divided it, with plain tensors for its weights and modules that do what has to be
+    done between ranks.
 
     Raises:
         ValueError: something else than projections is divided.
@@ -190,7 +198,7 @@ def localized(hf: Any, device: str, ranks: Ranks) -> Any:
 def _head_of(hf: Any, ranks: Ranks) -> nn.Linear:
     """This rank's part of the head: its own rows of the embedding, in place, if the two are tied."""
     head = hf.get_output_embeddings()
-    if tied(hf):
+    if _tied(hf):
         rows = head.weight.detach().chunk(ranks.size)[ranks.rank]
         head.weight = nn.Parameter(rows, requires_grad=False)
         head.out_features = len(rows)
@@ -211,7 +219,7 @@ class Summed(nn.Module):
     def __init__(self, inner: nn.Linear):
         super().__init__()
         self.inner, self.bias = inner, inner.bias
-        inner.bias = None
+        inner.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)

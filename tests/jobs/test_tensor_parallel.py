@@ -18,11 +18,17 @@ from pipeline.types import RunError, UsageError
 @pytest.fixture
 def run(tiny_model: Path, archive: Path, tmp_path: Path, ray_cluster: None) -> Any:
     def start(name: str, *words: str) -> dict[str, str]:
-        flags = ["--input", str(archive), "--output", str(tmp_path / name), "--model", str(tiny_model), *words]
-        run_job(parse_job([*flags, "--max-tokens", "8"], "test"))
+        flags = ["--input", str(archive), "--output", str(tmp_path / name), "--model", str(tiny_model)]
+        run_job(parse_job([*flags, "--max-tokens", "8", *words], "test"))
         return {row["video_uri"]: row["text"] for row in read(str(tmp_path / name)).to_pylist()}
 
     return start
+
+
+def engines() -> list[psutil.Process]:
+    """Engine actors that descend from this process and run."""
+    found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::EngineAct")]
+    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_two_ranks_write_what_one_does(run: Any) -> None:
@@ -32,15 +38,20 @@ def test_two_ranks_write_what_one_does(run: Any) -> None:
     assert two == one
 
 
-def test_when_one_rank_dies_the_run_ends(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", [0, 1])
+def test_when_one_rank_dies_the_run_ends(run: Any, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    killed: list[psutil.Process] = []
+
     def kill_one(self: Any, *row: Any) -> None:
-        found = [p for p in psutil.process_iter(["cmdline"]) if "ray::EngineActor.follow" in str(p.info["cmdline"])]
-        for process in found:
-            process.kill()
+        if not killed:
+            killed.append(engines()[which])
+            killed[0].kill()
 
     monkeypatch.setattr(job_module._Recorder, "answered", kill_one)
     with pytest.raises(RunError, match="the same command resumes"):
-        run("out", "--tensor-parallel-size=2", "--max-num-seqs=1")
+        run("out", "--tensor-parallel-size=2", "--max-num-seqs=1", "--max-tokens=20")
+    psutil.wait_procs(engines(), timeout=60)
+    assert not engines()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ DRAFTS = {
     "specvlm": Draft("specvlm", keep=0.3, gamma=3),
     "snapkv": Draft("snapkv", k=6, gamma=3, refresh=2),
     "everything": Draft("snapkv", keep=0.5, channels=0.6, depth=0.8, weights="int4", refresh=1, gamma=3),
-    "int8": Draft("full", weights="int8", gamma=4),
     "pair": Draft("std", keep=0.3, gamma=3, model=str(CONF / "model" / "demo_small")),
 }
 RANK = """
@@ -39,7 +38,8 @@ torch.set_num_threads(1)
 done = []
 for path, settings, requests, draft in pickle.load(open(work, "rb")):
     if not done or made != (path, settings):
-        engine, made = Engine.load(path, tensor_parallel_size=2, rank=rank, address=address, **settings), (path, settings)
+        engine = Engine.load(path, tensor_parallel_size=2, rank=rank, address=address, **settings)
+        made = path, settings
     late = [None, *requests[:2], None, None, *requests[2:]]  # which, at first, only rank 0 knows
     results = list(engine.run(late if rank == 0 else requests[::-1], draft))
     done.append((results, engine.model.new_cache(1).key[0].shape[1], weight_bytes(engine.model)))
@@ -67,9 +67,9 @@ class Answer(NamedTuple):
 
 @pytest.fixture(scope="session")
 def few(requests: list[Request]) -> list[Request]:
-    """Four clips; the third's text is drawn, with a seed."""
-    drawn = Sampling(12, temperature=0.7, seed=3)
-    return [replace(r, sampling=drawn if i == 2 else Sampling(10 + i)) for i, r in enumerate(requests[:4])]
+    """Three clips; the second's text is drawn, with a seed."""
+    drawn = Sampling(9, temperature=0.7, seed=3)
+    return [replace(r, sampling=drawn if i == 1 else Sampling(8 + i)) for i, r in enumerate(requests[:3])]
 
 
 def two_ranks(cases: list[Case], folder: Path) -> list[tuple[Answer, Answer]]:
@@ -99,8 +99,8 @@ def answers(
     tiny_model: Path, families: Callable[[str], Path], few: list[Request], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Answer, Answer]]:
     """All that two ranks are asked, by one pair of processes."""
-    path, slots = str(tiny_model), {"max_num_seqs": 3}
-    fresh = [replace(r, sampling=Sampling(12, temperature=1.0)) for r in few]
+    path, slots = str(tiny_model), {"max_num_seqs": 2}
+    fresh = [replace(r, sampling=Sampling(8, temperature=1.0)) for r in few]
     strict = slots | {"dtype": "bfloat16", "strict": 9}
     cases = {name: Case(path, slots, few, draft) for name, draft in DRAFTS.items()}
     cases["fresh"] = Case(path, slots, fresh, DRAFTS["std"])
@@ -136,7 +136,7 @@ def test_a_family_without_a_plan_and_a_head_that_is_tied(
     answers: dict[str, tuple[Answer, Answer]], families: Callable[[str], Path], few: list[Request], name: str
 ) -> None:
     path = CONF / "model" / "demo" if name == "demo" else families(name)
-    alone = Engine.load(str(path), max_num_seqs=3)
+    alone = Engine.load(str(path), max_num_seqs=2)
     first, second = answers[name]
     assert first.tokens == second.tokens == {r.request_id: r.token_ids for r in alone.run(few[:2], None)}
     assert first.kv_heads == 1

@@ -19,6 +19,7 @@ from pipeline.prepare import Failed, Requests, manifest_of, waves, window_of
 from pipeline.sink import Output, open_output
 from pipeline.types import Frames, Planned, RequestError, RunError, UsageError
 from std_core.checkpoint import Checkpoint
+from std_core.ranks import undividable
 from std_core.types import Draft, Result
 
 
@@ -62,13 +63,16 @@ def _main(argv: Sequence[str], prog: str, default_prompt: str, dry: bool) -> int
 
 
 def load(job: Job) -> Checkpoint:
-    """The job's checkpoint, without weights. Raises UsageError where it cannot be loaded or takes no video."""
+    """The job's checkpoint, without weights. Raises UsageError where it cannot be loaded, takes no video or cannot be
+    shared by so many GPUs."""
     try:
         checkpoint = Checkpoint.load(model_path(job.model))
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not checkpoint.takes_video:
         raise UsageError(f"model {job.model!r} is a {checkpoint.config.model_type}, which takes no video")
+    if why := undividable(checkpoint.config, job.tensor_parallel_size):
+        raise UsageError(f"--tensor-parallel-size is {job.tensor_parallel_size}: {why}")
     return checkpoint
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from pipeline.actors import EngineActor, decode_video
+from pipeline.actors import Group, decode_video
 from pipeline.config import ROOT, Job
 from pipeline.types import Frames, Planned, RequestError, RunError, Wave
 from std_core.types import Draft, Request, Result
@@ -42,11 +42,11 @@ def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: i
         RunError: the engine died, the cluster is too small, or SIGINT or SIGTERM arrived.
     """
     with cluster(job), _signals() as stopped:
-        options, settings = _share(job.pipeline_parallel_size)
-        for name in ("dtype", "max_num_seqs", "strict", "pipeline_parallel_size"):
+        options, settings = _share(job)
+        for name in ("dtype", "max_num_seqs", "strict", "pipeline_parallel_size", "tensor_parallel_size"):
             settings[name] = getattr(job, name)
-        engine = EngineActor.options(**options).remote(job.model, settings)  # type: ignore[attr-defined]
-        line = _Line(job, max_model_len, emit, engine, engine.run.remote(draft, job.mode), _videos(waves))
+        engine = Group.start(job.model, settings, options)
+        line = _Line(job, max_model_len, emit, engine, *engine.run(draft, job.mode), _videos(waves))
         try:
             while not line.finished:
                 line.admit()
@@ -55,7 +55,7 @@ def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: i
                 if stopped:
                     raise RunError(f"stopped by {signal.Signals(stopped[0]).name}; {RESUMES}")
         finally:
-            ray.kill(engine)  # else its resources stay taken for as long as anything here still names it
+            engine.kill()
         return line.decoded
 
 
@@ -87,8 +87,9 @@ class _Line:
     job: Job
     max_model_len: int
     emit: Emit
-    engine: Any
+    engine: Group
     results: Any  # the engine's stream
+    following: list[Any]  # references of its other ranks
     planned: Iterator[_Video]
     waiting: _Video | None = None  # the next of them
     decoding: dict[Any, _Video] = field(default_factory=dict)
@@ -112,7 +113,7 @@ class _Line:
             self.decoding[known] = video
             self.nbytes += video.nbytes
         if not (video or self.decoding or self.feeding or self.ended):
-            self.engine.end.remote()
+            self.engine.end()
             self.ended = True
 
     def _next(self) -> _Video | None:
@@ -129,7 +130,9 @@ class _Line:
 
     def step(self) -> None:
         """Waits, a second at most, for whatever comes first, and takes it."""
-        ready, _ = ray.wait([self.results, *self.decoding, *self.feeding], timeout=1, fetch_local=False)
+        ready, _ = ray.wait(
+            [self.results, *self.following, *self.decoding, *self.feeding], timeout=1, fetch_local=False
+        )
         for reference in ready:
             if reference in self.decoding:
                 self._take_frames(reference)
@@ -137,6 +140,9 @@ class _Line:
                 self.feeding.remove(reference)
                 _from_engine(reference)
                 self.fed += 1
+            elif reference in self.following:
+                self.following.remove(reference)
+                _from_engine(reference)
             else:
                 self._take_result()
 
@@ -152,7 +158,7 @@ class _Line:
             return
         video.frames = frames
         requests = [self._request(r, frames.fps) for r in video.requests]
-        self.feeding.add(self.engine.feed.remote(requests, video.pixels))
+        self.feeding.add(self.engine.feed(requests, video.pixels))
         video.pixels = None  # from here on the engine holds them
 
     def _request(self, planned: Planned, fps: float) -> Request:
@@ -254,20 +260,24 @@ def _start(job: Job) -> None:
     ray.init(address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=store, **quiet)
 
 
-def _share(gpus: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Ray's options and the engine's settings: its GPUs if there are any, else all cores of a machine but those that
-    decode, since threads of an engine that share cores with a decoder slow each other down tenfold."""
+def _share(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Ray's options and the engine's settings, of each of its ranks: its GPUs if there are any, else an equal part of
+    all cores of a machine but those that decode, since threads of an engine that share cores with a decoder slow each
+    other down tenfold."""
     resources = ray.cluster_resources()
     if resources.get("CPU", 0) < 2:
         raise RunError("the cluster has fewer than 2 CPUs; an engine and a decoder need one each")
     if resources.get("GPU", 0) >= 1:
         most = max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
-        if most < gpus:
-            raise RunError(f"--pipeline-parallel-size is {gpus}: no machine of the cluster has more than {most:g} GPUs")
-        return {"num_gpus": gpus, "num_cpus": 1}, {"device": "cuda"}
+        for name in ("pipeline_parallel_size", "tensor_parallel_size"):
+            if most < (gpus := getattr(job, name)):
+                flag = "--" + name.replace("_", "-")
+                raise RunError(f"{flag} is {gpus}: no machine of the cluster has more than {most:g} GPUs")
+        return {"num_gpus": job.pipeline_parallel_size, "num_cpus": 1}, {"device": "cuda"}
     cores = int(max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
     threads = max(1, cores - max(1, cores // 4))
-    return {"num_cpus": threads}, {"device": "cpu", "threads": threads}
+    ranks = job.tensor_parallel_size
+    return {"num_cpus": threads / ranks}, {"device": "cpu", "threads": max(1, threads // ranks)}
 
 
 @contextmanager

@@ -150,7 +150,7 @@ class Watch:
         parts = [f"[{seconds:.0f} s] {t.answered} answered{failed}{self._of()}"]
         rate, left = self._speed()
         if rate:
-            parts.append(f"{rate:.3g} tokens/s")
+            parts.append(f"{number(rate)} tokens/s")
         if t.rounds:
             parts.append(f"{t.accepted / t.rounds:.2f} accepted per round")
         if left is not None:
@@ -222,6 +222,11 @@ def _places(flow: Flow) -> str:
     places = [(flow.decoding, "videos decoding"), (flow.seated, f"requests {engine}")]
     where = ", ".join(f"{count} {what}" for count, what in places if count) or "nothing left"
     return f"{where}; {flow.nbytes / 1e6:.0f} MB of frames"
+
+
+def number(value: float) -> str:
+    """Three digits of it, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -79,8 +79,14 @@ class Watch:
     """
 
     def __init__(
-        self, output: str, about: Mapping[str, Any], written: Callable[[], int], console: Console | None = None
+        self,
+        output: str,
+        about: Mapping[str, Any],
+        written: Callable[[], int],
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        self._clock, self._began = clock, clock()
         self.tally, self.flow = Tally(), Flow()
         self._log, self._written = RunLog(output, dict(about)), written
         self._screen = Screen(console or Console(file=sys.stderr))
@@ -185,7 +191,7 @@ class Watch:
             self._recent.popleft()
 
     def _seconds(self) -> float:
-        return time.monotonic() - self._log.started
+        return self._clock() - self._began
 
 
 @dataclass

@@ -71,10 +71,10 @@ def thousands() -> Formatter:
 
 def class_ticks(axes: Axes, classes: list[int], rows: dict[int, int] | None = None) -> None:
     """Ticks of the classes of context lengths, with how many rows there are in each."""
-    counts = {c: f"\n{count:,} rows" for c, count in (rows or {}).items()}
-    axes.set_xticks(range(len(classes)), [f"up to {c:,}{counts.get(c, '')}" for c in classes])
+    counts = {c: f"\n{count:,}" for c, count in (rows or {}).items()}
+    axes.set_xticks(range(len(classes)), [f"{c:,}{counts.get(c, '')}" for c in classes])
     axes.set_xlim(-0.6, len(classes) - 0.4)
-    axes.set_xlabel("context, tokens")
+    axes.set_xlabel("context in tokens, up to" + (" (below: rows)" if rows else ""))
 
 
 def legend(axes: Axes) -> None:

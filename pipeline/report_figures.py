@@ -51,8 +51,8 @@ def throughput(facts: Facts) -> Plot:
     lower.set_xlabel(unit)
     legend(lower)
     look = (
-        "Long contexts go first, so requests per minute should climb while tokens per second stay level. A gap is "
-        "an engine that starts, or one that waits for frames; failures at the very beginning were found from headers."
+        "Long contexts go first, so both should climb towards the end of a run. A gap is an engine that starts, or one "
+        "that waits for frames; failures at the very beginning were found from headers."
     )
     return Plot(name, title, look, svg(figure, name))
 
@@ -110,11 +110,12 @@ def waves(facts: Facts) -> Plot:
     figure, (upper, lower) = panels(3.8, 2)
     number = np.arange(1, len(found) + 1)
     shortest, longest = found[:, 3], found[:, 4]
-    height = np.maximum(longest - shortest, 0.01 * longest.max())
+    height = np.maximum(longest - shortest, 0.02 * longest)  # so that a wave of equals is seen
     width = 0.8 if len(found) <= 100 else 1.0
     upper.bar(number, height, width, bottom=shortest, color=COLOURS["decode"])
     upper.set_ylabel("context, tokens")
-    upper.set_ylim(0, 1.08 * longest.max())
+    upper.set_yscale("log", base=2)
+    upper.set_ylim(0.8 * shortest.min(), 1.25 * longest.max())
     upper.yaxis.set_major_formatter(thousands())
     lower.bar(number, found[:, 2], width, color=COLOURS["vision"])
     lower.set_ylabel("requests")
@@ -148,7 +149,7 @@ def acceptance(facts: Facts) -> Plot:
         colour = DRAFTS[number % len(DRAFTS)]
         axes.errorbar(at, share, error, color=colour, marker="o", capsize=3, label=draft or "unnamed")
         for x, bucket in zip(at, own, strict=True):
-            note, above = f"{bucket.accepted / bucket.rounds:.2f} a round", bucket.acceptance + bucket.error
+            note, above = f"{bucket.accepted / bucket.rounds:.2f}", bucket.acceptance + bucket.error
             axes.annotate(note, (x, above), (0, 5), textcoords="offset points", ha="center", color=colour, fontsize=9)
     axes.set_ylim(0, 1.2)
     axes.set_ylabel("accepted share of drafted tokens")
@@ -156,8 +157,8 @@ def acceptance(facts: Facts) -> Plot:
     legend(axes)
     look = (
         "A level line means that the draft's selection holds at every length. One that falls to the right asks for "
-        "more kept entries (--keep) or fewer drafted tokens (--gamma) on long contexts. Whiskers are standard errors "
-        "between rows."
+        "more kept entries (--keep) or fewer drafted tokens (--gamma) on long contexts. Numbers are tokens accepted "
+        "per round, whiskers standard errors between rows."
     )
     return Plot(name, title, look, svg(figure, name))
 

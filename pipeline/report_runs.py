@@ -35,7 +35,6 @@ class RunLog:
     output: str
     about: dict[str, Any]
     began: float = field(default_factory=time.time)
-    started: float = field(default_factory=time.monotonic)
     samples: list[tuple[float, ...]] = field(default_factory=list)
     waves: list[list[float]] = field(default_factory=list)
     merged: int = 1

@@ -82,8 +82,8 @@ class Facts:
     @cached_property
     def span(self) -> float:
         """Seconds from the begin to the last thing that is known."""
-        ends = [run.ended - self.began for run in self.runs] + [float(self.ends.max())] * bool(self.ends.size)
-        return max([*ends, 1e-3])
+        ends = [run.ended - self.began for run in self.runs]
+        return max([*ends, *([float(self.ends.max())] if self.ends.size else []), 1e-3])
 
     @cached_property
     def running(self) -> float:

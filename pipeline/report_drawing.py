@@ -64,6 +64,11 @@ def times(facts: Facts, seconds: np.ndarray) -> tuple[np.ndarray, str]:
     return seconds / length, f"{unit} since {when}"
 
 
+def short(name: str) -> str:
+    """A name that leaves room for what it names."""
+    return name if len(name) <= 32 else name[:31] + "…"
+
+
 def thousands() -> Formatter:
     """Ticks as 12,000."""
     return FuncFormatter(lambda value, _: f"{value:,.0f}")

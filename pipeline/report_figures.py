@@ -147,7 +147,7 @@ def acceptance(facts: Facts) -> Plot:
         at = np.array([classes.index(b.longest) for b in own]) + 0.08 * (number - (len(drafts) - 1) / 2)
         share, error = [b.acceptance for b in own], [b.error for b in own]
         colour = DRAFTS[number % len(DRAFTS)]
-        axes.errorbar(at, share, error, color=colour, marker="o", capsize=3, label=draft or "unnamed")
+        axes.errorbar(at, share, error, color=colour, marker="o", capsize=3, label=short(draft) or "unnamed")
         for x, bucket in zip(at, own, strict=True):
             note, above = f"{bucket.accepted / bucket.rounds:.2f}", bucket.acceptance + bucket.error
             axes.annotate(note, (x, above), (0, 5), textcoords="offset points", ha="center", color=colour, fontsize=9)
@@ -242,7 +242,7 @@ def failures(facts: Facts) -> Plot:
         return Plot(name, title, "No request failed.")
     figure, (axes,) = panels(0.7 + 0.34 * len(found), 1)
     codes, counts = list(found)[::-1], list(found.values())[::-1]
-    bars = axes.barh(codes, counts, color=COLOURS["error"])
+    bars = axes.barh([short(code) for code in codes], counts, color=COLOURS["error"])
     axes.bar_label(bars, [f"{count:,}" for count in counts], padding=3)
     axes.set_xlim(0, 1.15 * max(counts))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

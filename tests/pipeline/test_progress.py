@@ -117,7 +117,9 @@ def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
 
 def test_a_run_leaves_its_record_however_it_ends(tmp_path: Path, clock: Clock) -> None:
     with pytest.raises(RunError), Watch(str(tmp_path), {"model": "m"}, lambda: 0, _quiet(), clock) as watch:
-        assert len(list(watch.waves([Wave((planned("a", 50), planned("b", 90)), 8), Wave((planned("c", 40),), 8)]))) == 2
+        assert (
+            len(list(watch.waves([Wave((planned("a", 50), planned("b", 90)), 8), Wave((planned("c", 40),), 8)]))) == 2
+        )
         clock.now += 7
         watch.row(row("b"))
         watch.row(failed("z", "not_found"))

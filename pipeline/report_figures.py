@@ -19,6 +19,7 @@ from pipeline.report_drawing import (
     class_ticks,
     legend,
     panels,
+    short,
     svg,
     thousands,
     times,

@@ -49,7 +49,7 @@ def scrape(page: str) -> dict[tuple[str, ...], float]:
         for sample in family.samples:
             if sample.name.startswith("ray_std_caption_") and "bucket" not in sample.name:
                 tags = [sample.labels[key] for key in ("code", "phase") if key in sample.labels]
-                found[sample.name.removeprefix("ray_std_caption_"), *tags] = sample.value
+                found[(sample.name.removeprefix("ray_std_caption_"), *tags)] = sample.value
     return found
 
 
@@ -68,20 +68,20 @@ def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) ->
     summary, page = json.loads(done.stdout.splitlines()[-1])
     seen, rows = scrape(page), read(str(output)).to_pylist()
     good = [row for row in rows if row["status"] != "error"]
-    assert seen["requests_done_total",] == len(good) == 3
+    assert seen[("requests_done_total",)] == len(good) == 3
     assert seen["requests_failed_total", "not_a_video"] == seen["requests_failed_total", "empty_file"] == 1
-    assert seen["rows_written_total",] == summary["new"] == 5
-    assert seen["tokens_generated_total",] == summary["tokens"] > 0
+    assert seen[("rows_written_total",)] == summary["new"] == 5
+    assert seen[("tokens_generated_total",)] == summary["tokens"] > 0
     for name in ("proposed", "accepted"):
         if total := sum(row[name] for row in good):
-            assert seen[f"drafts_{name}_total",] == total
+            assert seen[(f"drafts_{name}_total",)] == total
     assert sum(row["proposed"] for row in good) > 0
     for phase in ("vision", "prefill", "decode"):
         assert seen["engine_seconds_total", phase] == pytest.approx(sum(row[f"{phase}_s"] for row in good))
-    assert seen["frame_bytes_in_flight",] == seen["requests_seated",] == 0
-    assert seen["context_tokens_count",] == seen["request_engine_seconds_count",] == 3
+    assert seen[("frame_bytes_in_flight",)] == seen[("requests_seated",)] == 0
+    assert seen[("context_tokens_count",)] == seen[("request_engine_seconds_count",)] == 3
     context = sum(row["num_prompt_tokens"] + row["num_visual_tokens"] for row in good)
-    assert seen["context_tokens_sum",] == context
+    assert seen[("context_tokens_sum",)] == context
 
 
 class Instrument:

@@ -116,15 +116,18 @@ def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_a_run_leaves_its_record_however_it_ends(tmp_path: Path, clock: Clock) -> None:
-    with pytest.raises(RunError), Watch(str(tmp_path), {"model": "m"}, lambda: 0, _quiet(), clock) as watch:
-        assert (
-            len(list(watch.waves([Wave((planned("a", 50), planned("b", 90)), 8), Wave((planned("c", 40),), 8)]))) == 2
-        )
-        clock.now += 7
-        watch.row(row("b"))
-        watch.row(failed("z", "not_found"))
-        watch.look(Flow(1, 2, 300))
-        raise RunError("it ends")
+    def stopped() -> None:
+        with Watch(str(tmp_path), {"model": "m"}, lambda: 0, _quiet(), clock) as watch:
+            waves = [Wave((planned("a", 50), planned("b", 90)), 8), Wave((planned("c", 40),), 8)]
+            assert list(watch.waves(waves)) == waves
+            clock.now += 7
+            watch.row(row("b"))
+            watch.row(failed("z", "not_found"))
+            watch.look(Flow(1, 2, 300))
+            raise RunError("it ends")
+
+    with pytest.raises(RunError):
+        stopped()
     (run,) = runs(str(tmp_path))
     assert (run.outcome, run.seconds, run.about) == ("stopped", 7.0, {"model": "m"})
     assert run.waves == [[0.0, 7.0, 2, 50, 90, 0.8], [0.0, 0.0, 1, 40, 40, 0.0]]
@@ -132,11 +135,15 @@ def test_a_run_leaves_its_record_however_it_ends(tmp_path: Path, clock: Clock) -
 
 
 def test_no_record_where_nothing_was_done_or_storage_is_what_failed(tmp_path: Path) -> None:
+    def without_storage() -> None:
+        with Watch(str(tmp_path), {}, lambda: 0, _quiet()) as watch:
+            watch.row(row("a"))
+            raise RequestError("storage_error", "the disk is full")
+
     with Watch(str(tmp_path), {}, lambda: 0, _quiet()):
         pass
-    with pytest.raises(RequestError), Watch(str(tmp_path), {}, lambda: 0, _quiet()) as watch:
-        watch.row(row("a"))
-        raise RequestError("storage_error", "the disk is full")
+    with pytest.raises(RequestError):
+        without_storage()
     assert not (tmp_path / "_runs").exists()
 
 

@@ -24,6 +24,7 @@ from pipeline.report_drawing import (
     thousands,
     times,
 )
+from pipeline.report_runs import SAMPLE
 
 
 def plots(facts: Facts) -> list[Plot]:
@@ -87,7 +88,7 @@ def engine(facts: Facts) -> Plot:
 def _frames(facts: Facts, axes: Axes) -> None:
     """Bytes of frames in flight, of each run, and how many there may be."""
     for number, run in enumerate(facts.runs):
-        samples = np.array(run.samples, float).reshape(len(run.samples), -1)
+        samples = np.array(run.samples, float).reshape(-1, len(SAMPLE))
         if samples.size:
             at, _ = times(facts, samples[:, 0] + run.began - facts.began)
             label = "frames decoding or held" if not number else None

@@ -45,8 +45,8 @@ def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: i
         options, settings = _share(job.pipeline_parallel_size)
         for name in ("dtype", "max_num_seqs", "strict", "pipeline_parallel_size"):
             settings[name] = getattr(job, name)
-        engine = EngineActor.options(**options).remote(job.model, settings)  # type: ignore[attr-defined]
         watch.attach(ray.util.metrics, engines=1, device=settings["device"], max_bytes_in_flight=_bound(job))
+        engine = EngineActor.options(**options).remote(job.model, settings)  # type: ignore[attr-defined]
         line = _Line(job, max_model_len, emit, engine, engine.run.remote(draft, job.mode), _videos(waves))
         try:
             while not line.finished:

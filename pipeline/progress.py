@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from pipeline.metrics import Instruments, Metrics
 from pipeline.report_runs import RunLog
@@ -211,7 +212,8 @@ class Screen:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         if self._bar is None:  # no thread of its own: it is drawn when it is told to
-            columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
+            told = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+            columns = (BarColumn(bar_width=24), told)
             self._bar = Progress(*columns, console=self.console, auto_refresh=False)
             self._bar.add_task("")
             self._bar.start()

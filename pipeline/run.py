@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,26 +12,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+import ray.util.metrics
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from pipeline.actors import Group, decode_video
 from pipeline.config import ROOT, Job
+from pipeline.progress import Flow, Watch
 from pipeline.types import Frames, Planned, RequestError, RunError, Wave
 from std_core.types import Draft, Request, Result
 
 AHEAD = 2  # × max_num_seqs requests decoded or decoding before an engine's slots
-PROGRESS = 5.0  # s between two lines on standard error
 RESUMES = "what is finished is written, and the same command resumes"
 
 Emit = Callable[[Planned, Frames | None, Result], None]
 
 
-def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: int, emit: Emit) -> int:
+def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: int, emit: Emit, watch: Watch) -> int:
     """Runs the waves in their order through one engine.
 
     Args:
         max_model_len: context and text of a request together, in tokens.
         emit: gets every request once, with its frames' facts (None where they failed) and its result.
+        watch: is told where the rest is.
 
     Returns:
         How many videos were decoded.
@@ -45,13 +45,14 @@ def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: i
         options, settings = _share(job)
         for name in ("dtype", "max_num_seqs", "strict", "pipeline_parallel_size", "tensor_parallel_size"):
             settings[name] = getattr(job, name)
+        watch.attach(ray.util.metrics, engines=1, device=settings["device"], max_bytes_in_flight=_bound(job))
         engine = Group.start(job.model, settings, options)
         line = _Line(job, max_model_len, emit, engine, *engine.run(draft, job.mode), _videos(waves))
         try:
             while not line.finished:
                 line.admit()
                 line.step()
-                line.progress()
+                watch.look(line.flow)
                 if stopped:
                     raise RunError(f"stopped by {signal.Signals(stopped[0]).name}; {RESUMES}")
         finally:
@@ -98,11 +99,8 @@ class _Line:
     nbytes: int = 0  # of frames that are decoding or held
     decoded: int = 0
     fed: int = 0  # videos that the engine has taken
-    answered: int = 0
     ended: bool = False
     finished: bool = False
-    began: float = field(default_factory=time.monotonic)
-    told: float = field(default_factory=time.monotonic)
 
     def admit(self) -> None:
         """Starts decoding what fits in memory and is near enough to its turn; tells the engine when nothing is left."""
@@ -125,8 +123,7 @@ class _Line:
         ahead = len(self.seated) + sum(len(v.requests) for v in self.decoding.values())
         if not ahead:
             return True  # a video beyond the bounds goes alone
-        bound = self.job.max_bytes_in_flight or ray.cluster_resources()["object_store_memory"] / 4
-        return ahead < (AHEAD + 1) * self.job.max_num_seqs and self.nbytes + video.nbytes <= bound
+        return ahead < (AHEAD + 1) * self.job.max_num_seqs and self.nbytes + video.nbytes <= _bound(self.job)
 
     def step(self) -> None:
         """Waits, a second at most, for whatever comes first, and takes it."""
@@ -178,23 +175,20 @@ class _Line:
 
     def _answer(self, result: Result) -> None:
         request, video = self.seated.pop(result.request_id)
-        self.answered += 1
         video.left -= 1
         if not video.left:
             self.nbytes -= video.nbytes
         self.emit(request, video.frames, result)
 
-    def progress(self) -> None:
-        """A line on standard error now and then: what is done, and where the rest is."""
-        if time.monotonic() - self.told < PROGRESS and not self.finished:
-            return
-        self.told = time.monotonic()
-        engine = "waiting for the engine to start" if self.feeding and not self.fed else "in the engine"
-        places = [(len(self.decoding), "videos decoding"), (len(self.seated), f"requests {engine}")]
-        where = ", ".join(f"{count} {what}" for count, what in places if count) or "nothing left"
-        seconds, megabytes = self.told - self.began, self.nbytes / 1e6
-        line = f"[{seconds:.0f} s] {self.answered} answered; {where}; {megabytes:.0f} MB of frames"
-        print(line, file=sys.stderr, flush=True)
+    @property
+    def flow(self) -> Flow:
+        """Where the requests are that have no row yet."""
+        return Flow(len(self.decoding), len(self.seated), self.nbytes, ready=self.fed > 0 or not self.feeding)
+
+
+def _bound(job: Job) -> float:
+    """Bytes of frames held at once, at most."""
+    return job.max_bytes_in_flight or ray.cluster_resources()["object_store_memory"] / 4
 
 
 def _decoded(reference: Any) -> Frames | RequestError:

@@ -168,8 +168,8 @@ def _frames(
                 moment.append((i + 0.5 + drift) / per_scene)
                 centre.append(spot)
                 shade.append(tint)
-    of_each = [torch.tensor(each) for each in (number, moment, centre, shade)]
-    pixels = world.paint(scene, *of_each, height, width)
+    numbers, moments = torch.tensor(number), torch.tensor(moment)
+    pixels = world.paint(scene, numbers, moments, torch.tensor(centre), torch.tensor(shade), height, width)
     if rng.random() < 0.5:
         pixels = F.avg_pool2d(F.pad(pixels, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
     gain, offset = rng.uniform(0.92, 1.06) / STD, rng.uniform(-6, 6) / STD - MEAN / STD

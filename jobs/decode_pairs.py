@@ -61,12 +61,11 @@ class Pair:
             if any(a != b for a, b in zip(one, other, strict=False)):
                 self.diverged.add(row)
 
-    def from_the_start(self, strict: int) -> Written:
-        """What the dense loop writes with every step padded to `strict` tokens, from the first state on, as much as the
-        draft's segments have written."""
+    def from_the_start(self, strict: int, tokens: int) -> Written:
+        """What the dense loop writes with every step padded to `strict` tokens, from the first state on."""
         _put_back(self.slots, self.first)
         self.slots.strict = strict
-        written = self._dense(max(map(len, self.written)), Clock())
+        written = self._dense(tokens, Clock())
         self.slots.strict = 0
         return written
 

@@ -50,11 +50,6 @@ class Batch:
     noise: float = 0.0  # added to what is seen, as a share of its spread: a codec shows no frame twice alike
 
     @property
-    def begins(self) -> torch.Tensor:
-        """(B, T): where a scene is shown first."""
-        return torch.cat((torch.ones_like(self.scene[:, :1]), self.scene.diff(dim=1)), 1) != 0
-
-    @property
     def turns(self) -> torch.Tensor:
         """(B, L): where a caption has to go on with a further clause or end."""
         clause = self.unit.where(self.unit < self.scenes, -1)
@@ -162,17 +157,19 @@ def _frames(
 ) -> torch.Tensor:
     """(B × frames, 3, height, width), scaled as the processor scales, with what a codec and a resize do to pixels."""
     per_scene = 2 * pace
-    scene, moment, centre, shade = [], [], [], []
+    scene, number, moment, centre, shade = [], [], [], [], []
     for story in stories:
         tint, drift = world.grey(rng), rng.uniform(-0.5, 0.5)
-        for item in story:
+        for which, item in enumerate(story, 1):
             spot = world.place(rng, item)
             for i in range(per_scene):
                 scene.append(item)
+                number.append(which)
                 moment.append((i + 0.5 + drift) / per_scene)
                 centre.append(spot)
                 shade.append(tint)
-    pixels = world.paint(scene, torch.tensor(moment), torch.tensor(centre), torch.tensor(shade), height, width)
+    numbers, moments = torch.tensor(number), torch.tensor(moment)
+    pixels = world.paint(scene, numbers, moments, torch.tensor(centre), torch.tensor(shade), height, width)
     if rng.random() < 0.5:
         pixels = F.avg_pool2d(F.pad(pixels, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
     gain, offset = rng.uniform(0.92, 1.06) / STD, rng.uniform(-6, 6) / STD - MEAN / STD

@@ -47,16 +47,14 @@ def say(model: Qwen2VLForConditionalGeneration, batch: Batch) -> tuple[torch.Ten
 
 
 class Probes(torch.nn.Module):
-    """More tasks, for training only, each read linearly off a layer later than the one before, the last off what the
-    last layer is fed: what a frame pair shows, what the one before it showed, whether a scene begins (all read where a
-    frame pair ends), and, anywhere, which scene it is. Captions alone tell a model too little of when scenes change:
-    where all scenes are equally long it counts frames instead."""
+    """More tasks, for training only, each read linearly: what a frame pair shows off the end of what the first layer is
+    fed of it, and which scene that is, anywhere in it, off what the last layer is fed. Captions alone teach that far
+    more slowly."""
 
     def __init__(self, hidden: int):
         super().__init__()
-        looks = len(KINDS) + len(COLOURS)
-        self.shown, self.before = torch.nn.Linear(hidden, looks), torch.nn.Linear(hidden, looks)
-        self.begins, self.number = torch.nn.Linear(hidden, 1), torch.nn.Linear(hidden, MAX_SCENES)
+        self.shown = torch.nn.Linear(hidden, len(KINDS) + len(COLOURS))
+        self.number = torch.nn.Linear(hidden, MAX_SCENES)
 
     def forward(self, model: Qwen2VLForConditionalGeneration, batch: Batch) -> Probed:
         spoken, states = _hidden(model, batch)
@@ -65,16 +63,15 @@ class Probes(torch.nn.Module):
         last = batch.visual.start + torch.arange(1, temporal + 1) * cells - 1
         any_of = last - torch.randint(cells, (size, temporal))
         rows = torch.arange(size)[:, None]
-        places = ((-4, last), (-3, last), (-2, last), (-1, any_of))
-        read = [F.layer_norm(states[n][rows, at], states[n].shape[-1:]) for n, at in places]
-        begins, number = self.begins(read[2])[..., 0], self.number(read[3])
+        shown, number = (
+            probe(F.layer_norm(state[rows, at], state.shape[-1:]))
+            for probe, state, at in ((self.shown, states[0], last), (self.number, states[-1], any_of))
+        )
         losses = {
-            "shown": _look_loss(self.shown(read[0]), batch.looks),
-            "before": _look_loss(self.before(read[1][:, 1:]), batch.looks[:, :-1]),
-            "begins": _balanced(begins, batch.begins),
+            "shown": _look_loss(shown, batch.looks),
             "number": F.cross_entropy(number.flatten(0, 1), batch.scene.flatten()),
         }
-        return Probed(*_asked(model, batch, spoken), begins, number, losses)
+        return Probed(*_asked(model, batch, spoken), number, losses)
 
 
 @dataclass
@@ -83,23 +80,14 @@ class Probed:
 
     logits: torch.Tensor  # (n, vocabulary), where something is asked
     target: torch.Tensor  # (n,), what should have been said
-    begins: torch.Tensor  # (B, T) logits
     number: torch.Tensor  # (B, T, 12) logits
     losses: dict[str, torch.Tensor]  # of the probes' tasks
 
 
 def _look_loss(logits: torch.Tensor, looks: torch.Tensor) -> torch.Tensor:
     """Cross entropy of kind and of colour; `looks` (B, T, 2)."""
-    if not looks.numel():
-        return logits.sum() * 0
     kind, colour = logits.flatten(0, 1).split((len(KINDS), len(COLOURS)), -1)
     return F.cross_entropy(kind, looks[..., 0].flatten()) + F.cross_entropy(colour, looks[..., 1].flatten())
-
-
-def _balanced(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Binary cross entropy in which both answers weigh the same, however rare one is."""
-    sides = [F.softplus(sign * logits[of]) for sign, of in ((-1, truth), (1, ~truth))]
-    return torch.stack([side.mean() for side in sides if side.numel()]).sum()
 
 
 def _asked(

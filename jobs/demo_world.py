@@ -1,7 +1,8 @@
 """The demo model's world: shapes that appear one after another, with the true caption and answers of every clip.
 
 A clip is a list of scenes of two seconds. A scene is one shape with four attributes: kind, colour, size, motion; in a
-long clip it goes its way several times before the next scene begins, so that a moving shape always visibly moves. The
+long clip it goes its way several times before the next scene begins, so that a moving shape always visibly moves. Along
+the upper edge a slate tells the scene's number, so that "scene 7" is found by looking and not by counting. The
 same painter draws the training batches (`jobs/train_demo_model.py`) and the clips that are encoded as H.264 (the demo,
 the tests, the quality suite), so what the model learns is what the frames stage later reads.
 """
@@ -38,6 +39,8 @@ MOTIONS = {
 SCENE_SECONDS = 2.0
 TRAVEL = 0.4  # of the short side, over one scene
 MAX_SCENES = 12
+SLATE = ("red", "green", "blue", "white")  # its two stripes are the digits of the scene's number, from 0, to base 4
+SLATE_HEIGHT = 0.1  # of the frame
 
 CAPTION_PROMPTS = (
     "Describe this video.",
@@ -103,12 +106,19 @@ def right_clauses(scenes: tuple[Scene, ...], text: str) -> tuple[int, int]:
 
 
 def paint(
-    scene: list[Scene], progress: torch.Tensor, centre: torch.Tensor, background: torch.Tensor, height: int, width: int
+    scene: list[Scene],
+    number: torch.Tensor,
+    progress: torch.Tensor,
+    centre: torch.Tensor,
+    background: torch.Tensor,
+    height: int,
+    width: int,
 ) -> torch.Tensor:
     """Frames of N scenes at given moments.
 
     Args:
         scene: N scenes, one for each frame.
+        number: (N,) which scene of its clip that is, from 1 to `MAX_SCENES`.
         progress: (N,) how far into its scene a frame lies, 0 to 1.
         centre: (N, 2) the shape's x and y in the middle of its scene, as shares of width and height.
         background: (N, 3) RGB, 0 to 255.
@@ -131,7 +141,17 @@ def paint(
             outline = _distance(kind, x[rows, None, :], y[rows, :, None]) * radius[rows, None, None]
             inside[rows] = (0.5 - outline).clamp(0, 1)
     colour = torch.tensor([COLOURS[s.colour] for s in scene], dtype=torch.float32)
-    return torch.addcmul(background[:, :, None, None], inside[:, None], (colour - background)[:, :, None, None])
+    frames = torch.addcmul(background[:, :, None, None], inside[:, None], (colour - background)[:, :, None, None])
+    slate = _slate(number, height)
+    frames[:, :, : slate.shape[2]] = slate
+    return frames
+
+
+def _slate(number: torch.Tensor, height: int) -> torch.Tensor:
+    """(N, 3, its height, 1): the upper stripe is the number's first digit."""
+    rows = max(2, round(height * SLATE_HEIGHT))
+    digit = torch.stack((number - 1 >> 2, number - 1 & 3), 1)[:, torch.arange(rows) * 2 // rows]  # (N, rows)
+    return torch.tensor([COLOURS[name] for name in SLATE], dtype=torch.float32)[digit].transpose(1, 2)[..., None]
 
 
 def _distance(kind: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -149,12 +169,14 @@ def _distance(kind: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def place(rng: random.Random, scene: Scene) -> tuple[float, float]:
-    """A centre from which the whole path stays inside a frame of any shape (shares of width and height)."""
+    """A centre from which the whole path stays inside a frame of any shape and below its slate (shares of width and
+    height); but a large shape that moves up or down touches both edges."""
     free = 0.49 - SIZES[scene.size]
     dx, dy = MOTIONS[scene.motion]
+    slate = SLATE_HEIGHT / 2
     return (
         0.5 + rng.uniform(-1, 1) * max(0.0, free - abs(dx) * TRAVEL / 2),
-        0.5 + rng.uniform(-1, 1) * max(0.0, free - abs(dy) * TRAVEL / 2),
+        0.5 + slate + rng.uniform(-1, 1) * max(0.0, free - slate - abs(dy) * TRAVEL / 2),
     )
 
 
@@ -172,8 +194,9 @@ def clip_frames(
     shade = torch.tensor(grey(rng)).expand(per_scene, 3)
     moments = (torch.arange(per_scene) + 0.5) / per_scene
     parts = []
-    for scene, spot in zip(scenes, [place(rng, scene) for scene in scenes], strict=True):
-        frames = paint([scene] * per_scene, moments, torch.tensor([spot] * per_scene), shade, height, width)
+    for number, (scene, spot) in enumerate(zip(scenes, [place(rng, scene) for scene in scenes], strict=True), 1):
+        spots, numbers = torch.tensor([spot] * per_scene), torch.full((per_scene,), number)
+        frames = paint([scene] * per_scene, numbers, moments, spots, shade, height, width)
         frames = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
         parts.append(np.tile(frames.contiguous().numpy(), (repeats, 1, 1, 1)))
     return np.concatenate(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,10 +55,10 @@ def beside(model: Model, prompts: Sequence[Inputs], segment: int, count: int, tu
     return _generate(model, prompts, _Clock(segment, count, ours), (segment + 1) * (count + 1))
 
 
-def lookup(model: Model, prompts: Mapping[str, Inputs], tokens: int) -> float:
+def lookup(model: Model, prompts: Sequence[Inputs], tokens: int) -> float:
     """Seconds per token of its prompt lookup decoding, which takes a single prompt."""
     clock = _Clock(tokens, 1, lambda: None)
-    return _generate(model, list(prompts.values()), clock, 2 * tokens + 16, prompt_lookup_num_tokens=10).per_token[0]
+    return _generate(model, prompts, clock, 2 * tokens + 16, prompt_lookup_num_tokens=10).per_token[0]
 
 
 def _generate(model: Model, prompts: Sequence[Inputs], clock: _Clock, most: int, **how: Any) -> Theirs:

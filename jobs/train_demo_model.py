@@ -5,7 +5,7 @@
 
 Single scenes first; a stage ends when held-out clauses are right, not after a number of steps (a schedule that moves on
 early stalls). Positions of the text against the video, frame sizes and the pace (temporal patches per scene) are drawn
-at random once single scenes are known; the last stage mixes in clips whose scenes go on for up to thousands of visual
+at random once single scenes are known; the last stages mix in clips whose scenes go on for up to thousands of visual
 tokens.
 """
 
@@ -95,10 +95,8 @@ def exam(model: Qwen2VLForConditionalGeneration, probes: Probes, batches: Iterat
     for batch in batches:
         out = probes(model, batch)
         logits, target = out.logits, out.target
-        good["counted"] += int((out.number.argmax(-1) == batch.scene).sum())
-        good["begun"] += int(((out.begins > 0) == batch.begins).sum())
-        all_of["counted"] += batch.scene.numel()
-        all_of["begun"] += batch.scene.numel()
+        good["numbers"] += int((out.number.argmax(-1) == batch.scene).sum())
+        all_of["numbers"] += batch.scene.numel()
         right = torch.ones_like(batch.target, dtype=torch.bool)
         right[batch.target != -100] = logits.argmax(-1) == target
         for unit in range(int(batch.unit.max()) + 1):

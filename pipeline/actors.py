@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import queue
+import socket
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pipeline.config import model_path
 from pipeline.frames import Limits, decode
@@ -38,13 +41,14 @@ class EngineActor:
 
     Args:
         model: as `--model` has it; presets are looked up where the actor runs.
-        settings: the other arguments of `Engine`.
+        settings: the other arguments of `Engine.load`.
+        address: where the ranks of an engine find each other, if it has several.
     """
 
-    def __init__(self, model: str, settings: dict[str, Any]):
+    def __init__(self, model: str, settings: dict[str, Any], address: str = ""):
         # frames lie in the object store's shared memory, read-only; nobody writes to them
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self.engine = Engine.load(model_path(model), **settings)
+        self.engine = Engine.load(model_path(model), address=address, **settings)
         self.fed: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
 
     @ray.method(concurrency_group="feed")
@@ -65,6 +69,11 @@ class EngineActor:
             draft = replace(draft, model=model_path(draft.model))  # where this process has it
         yield from self.engine.run(self._line(), draft, mode=mode)
 
+    def follow(self, draft: Draft | None, mode: Mode) -> None:
+        """Goes through what `run` of rank 0 goes through, for its share of the work."""
+        for _ in self.run(draft, mode):
+            pass
+
     def _line(self) -> Iterator[Request | None]:
         """What is in line; None while nothing is, so that the engine's rows go on meanwhile (the driver may be waiting
         for one of them to free memory)."""
@@ -77,3 +86,59 @@ class EngineActor:
             if request is None:
                 return
             yield request
+
+
+@ray.remote(num_cpus=0)
+def free_address() -> str:
+    """A port that nobody listens on, on the machine where this runs; its ranks are all there."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """An engine's actors, one per rank. All are told the same; what rank 0 answers counts."""
+
+    actors: list[Any]
+    place: Any = None  # the resources that several are given at once, on one machine
+
+    @classmethod
+    def start(cls, model: str, settings: dict[str, Any], options: dict[str, Any]) -> Group:
+        """`settings["tensor_parallel_size"]` actors with the same model; `options`: Ray's, of each."""
+        new: Any = EngineActor
+        if (ranks := settings["tensor_parallel_size"]) == 1:
+            return cls([new.options(**options).remote(model, settings)])
+        needs = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0)}
+        place = placement_group([{k: v for k, v in needs.items() if v}] * ranks, strategy="STRICT_PACK")
+        seats = [PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank) for rank in range(ranks)]
+        address = free_address.options(scheduling_strategy=seats[0]).remote()
+        return cls(
+            [
+                new.options(**options, scheduling_strategy=seat).remote(model, {**settings, "rank": rank}, address)
+                for rank, seat in enumerate(seats)
+            ],
+            place,
+        )
+
+    def feed(self, requests: list[Request], pixels: Any) -> Any:
+        """A reference that is there once rank 0 has the requests."""
+        first, *_ = [actor.feed.remote(requests, pixels) for actor in self.actors]
+        return first
+
+    def end(self) -> None:
+        for actor in self.actors:
+            actor.end.remote()
+
+    def run(self, draft: Draft | None, mode: Mode) -> tuple[Any, list[Any]]:
+        """Rank 0's stream of results, and a reference for each other rank, there once it is through or failed."""
+        first, *others = self.actors
+        return first.run.remote(draft, mode), [actor.follow.remote(draft, mode) for actor in others]
+
+    def kill(self) -> None:
+        """All of them: none can go on without the others. Their resources would stay taken for as long as anything
+        still names them."""
+        for actor in self.actors:
+            ray.kill(actor)
+        if self.place is not None:
+            remove_placement_group(self.place)

@@ -64,6 +64,7 @@ class Job:
     dtype: Literal["float32", "bfloat16"] = _flag("float32", "of weights and cache")
     strict: int = _flag(0, "pad verifications to N tokens a row: one text in bfloat16, whatever drafts; 0: don't")
     pipeline_parallel_size: int = _flag(1, "GPUs of one machine over which an engine spreads the model's layers")
+    tensor_parallel_size: int = _flag(1, "GPUs of one machine that share each layer of an engine's model, by its heads")
     limit: int | None = _flag(None, "only the first N requests of the input")
     dry_run: bool = _flag(False, "probe and plan only: no frame is decoded, nothing is written")
     retry_failed: bool = _flag(False, "run again what earlier runs left as error rows")
@@ -80,9 +81,17 @@ class Job:
             "limit",
             "max_bytes_in_flight",
             "pipeline_parallel_size",
+            "tensor_parallel_size",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{_hyphened(name)} is {value}: at least 1 is needed")
+        if self.tensor_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            raise UsageError("--tensor-parallel-size and --pipeline-parallel-size do not go together: one of them is 1")
+        if self.tensor_parallel_size > 2 and self.strict:
+            raise UsageError(
+                f"--tensor-parallel-size is {self.tensor_parallel_size}: --strict goes with 2 at most, since the order "
+                "in which more parts are summed depends on a row's place in the batch"
+            )
         if not 0 <= self.max_error_fraction <= 1:
             raise UsageError(f"--max-error-fraction is {self.max_error_fraction}: a share between 0 and 1 is needed")
         if not self.decode_timeout > 0:

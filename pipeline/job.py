@@ -16,9 +16,11 @@ from pipeline import dryrun, rows
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, model_path, parse_job
 from pipeline.ledger import LeaseLost
 from pipeline.prepare import Failed, Requests, manifest_of, waves, window_of
+from pipeline.progress import Watch
 from pipeline.sink import Output, open_output
 from pipeline.types import Frames, Planned, RequestError, RunError, UsageError
 from std_core.checkpoint import Checkpoint
+from std_core.ranks import undividable
 from std_core.types import Draft, Result
 
 
@@ -62,13 +64,16 @@ def _main(argv: Sequence[str], prog: str, default_prompt: str, dry: bool) -> int
 
 
 def load(job: Job) -> Checkpoint:
-    """The job's checkpoint, without weights. Raises UsageError where it cannot be loaded or takes no video."""
+    """The job's checkpoint, without weights. Raises UsageError where it cannot be loaded, takes no video or cannot be
+    shared by so many GPUs."""
     try:
         checkpoint = Checkpoint.load(model_path(job.model))
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not checkpoint.takes_video:
         raise UsageError(f"model {job.model!r} is a {checkpoint.config.model_type}, which takes no video")
+    if why := undividable(checkpoint.config, job.tensor_parallel_size):
+        raise UsageError(f"--tensor-parallel-size is {job.tensor_parallel_size}: {why}")
     return checkpoint
 
 
@@ -122,16 +127,20 @@ def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT) -> dict[str, Any]:
     window = window_of(job, checkpoint)
     manifest = manifest_of(job, prompts_of(job, default_prompt))
     options: dict[str, Any] = {"retry_failed": job.retry_failed, "rows_per_part": job.rows_per_part}
-    with open_output(job.output, manifest.input_schema, **options) as output:
+    with (
+        open_output(job.output, manifest.input_schema, **options) as output,
+        Watch(job.output, rows.about(job, draft), lambda: output.new) as watch,
+    ):
         requests = Requests(islice(manifest.items(), job.limit), job, checkpoint.revision, set())
-        recorder = _Recorder(output, rows.Provenance(job, checkpoint.revision, draft))
+        recorder = _Recorder(output, rows.Provenance(job, checkpoint.revision, draft), watch)
         before = set(output.done) & output.failed  # error rows that stay
-        todo = waves(requests.without_row(output.done), job, checkpoint, recorder.failed)
+        pending = watch.pending(requests.without_row(output.done))
+        todo = watch.waves(waves(pending, job, checkpoint, recorder.failed))
         decoded = 0
         if (first := next(todo, None)) is not None:
             from pipeline.run import drive  # starts Ray's machinery, which a run without work does without
 
-            decoded = drive(job, draft, chain([first], todo), window, recorder.answered)
+            decoded = drive(job, draft, chain([first], todo), window, recorder.answered, watch)
         output.flush()
         errors = len(before & requests.ids) + recorder.errors
         result = rows.summary(len(requests.ids), errors, output.totals, time.monotonic() - began, decoded)
@@ -140,10 +149,10 @@ def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT) -> dict[str, Any]:
 
 
 class _Recorder:
-    """Writes rows and counts those that are errors."""
+    """Writes rows, shows them to the watch, and counts those that are errors."""
 
-    def __init__(self, output: Output, run: rows.Provenance):
-        self.output, self.run, self.errors = output, run, 0
+    def __init__(self, output: Output, run: rows.Provenance, watch: Watch):
+        self.output, self.run, self.watch, self.errors = output, run, watch, 0
 
     def failed(self, failure: Failed) -> None:
         self._add(rows.failed(self.run, failure))
@@ -154,3 +163,4 @@ class _Recorder:
     def _add(self, row: dict[str, Any]) -> None:
         self.errors += row["status"] == "error"
         self.output.add(row)
+        self.watch.row(row)

@@ -24,9 +24,19 @@ class Provenance:
 
     @property
     def columns(self) -> dict[str, Any]:
-        name = "dense" if self.draft is None else "std" if self.job.draft == "auto" else self.job.draft
         model = {"model": self.job.model, "model_revision": self.revision}
-        return {**model, "draft": name, "attempts": 1}
+        return {**model, "draft": draft_name(self.job, self.draft), "attempts": 1}
+
+
+def about(job: Job, draft: Draft | None) -> dict[str, Any]:
+    """What a run's record says of its job."""
+    gamma = None if draft is None else draft.gamma
+    return {"model": job.model, "draft": draft_name(job, draft), "gamma": gamma, "max_num_seqs": job.max_num_seqs}
+
+
+def draft_name(job: Job, draft: Draft | None) -> str:
+    """As rows have it."""
+    return "dense" if draft is None else "std" if job.draft == "auto" else job.draft
 
 
 def answered(run: Provenance, planned: Planned, frames: Frames | None, result: Result) -> dict[str, Any]:

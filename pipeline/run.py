@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,26 +12,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+import ray.util.metrics
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from pipeline.actors import EngineActor, decode_video
+from pipeline.actors import Group, decode_video
 from pipeline.config import ROOT, Job
+from pipeline.progress import Flow, Watch
 from pipeline.types import Frames, Planned, RequestError, RunError, Wave
 from std_core.types import Draft, Request, Result
 
 AHEAD = 2  # × max_num_seqs requests decoded or decoding before an engine's slots
-PROGRESS = 5.0  # s between two lines on standard error
 RESUMES = "what is finished is written, and the same command resumes"
 
 Emit = Callable[[Planned, Frames | None, Result], None]
 
 
-def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: int, emit: Emit) -> int:
+def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: int, emit: Emit, watch: Watch) -> int:
     """Runs the waves in their order through one engine.
 
     Args:
         max_model_len: context and text of a request together, in tokens.
         emit: gets every request once, with its frames' facts (None where they failed) and its result.
+        watch: is told where the rest is.
 
     Returns:
         How many videos were decoded.
@@ -42,20 +42,21 @@ def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: i
         RunError: the engine died, the cluster is too small, or SIGINT or SIGTERM arrived.
     """
     with cluster(job), _signals() as stopped:
-        options, settings = _share(job.pipeline_parallel_size)
-        for name in ("dtype", "max_num_seqs", "strict", "pipeline_parallel_size"):
+        options, settings = _share(job)
+        for name in ("dtype", "max_num_seqs", "strict", "pipeline_parallel_size", "tensor_parallel_size"):
             settings[name] = getattr(job, name)
-        engine = EngineActor.options(**options).remote(job.model, settings)  # type: ignore[attr-defined]
-        line = _Line(job, max_model_len, emit, engine, engine.run.remote(draft, job.mode), _videos(waves))
+        watch.attach(ray.util.metrics, engines=1, device=settings["device"], max_bytes_in_flight=_bound(job))
+        engine = Group.start(job.model, settings, options)
+        line = _Line(job, max_model_len, emit, engine, *engine.run(draft, job.mode), _videos(waves))
         try:
             while not line.finished:
                 line.admit()
                 line.step()
-                line.progress()
+                watch.look(line.flow)
                 if stopped:
                     raise RunError(f"stopped by {signal.Signals(stopped[0]).name}; {RESUMES}")
         finally:
-            ray.kill(engine)  # else its resources stay taken for as long as anything here still names it
+            engine.kill()
         return line.decoded
 
 
@@ -87,8 +88,9 @@ class _Line:
     job: Job
     max_model_len: int
     emit: Emit
-    engine: Any
+    engine: Group
     results: Any  # the engine's stream
+    following: list[Any]  # references of its other ranks
     planned: Iterator[_Video]
     waiting: _Video | None = None  # the next of them
     decoding: dict[Any, _Video] = field(default_factory=dict)
@@ -97,11 +99,8 @@ class _Line:
     nbytes: int = 0  # of frames that are decoding or held
     decoded: int = 0
     fed: int = 0  # videos that the engine has taken
-    answered: int = 0
     ended: bool = False
     finished: bool = False
-    began: float = field(default_factory=time.monotonic)
-    told: float = field(default_factory=time.monotonic)
 
     def admit(self) -> None:
         """Starts decoding what fits in memory and is near enough to its turn; tells the engine when nothing is left."""
@@ -112,7 +111,7 @@ class _Line:
             self.decoding[known] = video
             self.nbytes += video.nbytes
         if not (video or self.decoding or self.feeding or self.ended):
-            self.engine.end.remote()
+            self.engine.end()
             self.ended = True
 
     def _next(self) -> _Video | None:
@@ -124,12 +123,13 @@ class _Line:
         ahead = len(self.seated) + sum(len(v.requests) for v in self.decoding.values())
         if not ahead:
             return True  # a video beyond the bounds goes alone
-        bound = self.job.max_bytes_in_flight or ray.cluster_resources()["object_store_memory"] / 4
-        return ahead < (AHEAD + 1) * self.job.max_num_seqs and self.nbytes + video.nbytes <= bound
+        return ahead < (AHEAD + 1) * self.job.max_num_seqs and self.nbytes + video.nbytes <= _bound(self.job)
 
     def step(self) -> None:
         """Waits, a second at most, for whatever comes first, and takes it."""
-        ready, _ = ray.wait([self.results, *self.decoding, *self.feeding], timeout=1, fetch_local=False)
+        ready, _ = ray.wait(
+            [self.results, *self.following, *self.decoding, *self.feeding], timeout=1, fetch_local=False
+        )
         for reference in ready:
             if reference in self.decoding:
                 self._take_frames(reference)
@@ -137,6 +137,9 @@ class _Line:
                 self.feeding.remove(reference)
                 _from_engine(reference)
                 self.fed += 1
+            elif reference in self.following:
+                self.following.remove(reference)
+                _from_engine(reference)
             else:
                 self._take_result()
 
@@ -152,7 +155,7 @@ class _Line:
             return
         video.frames = frames
         requests = [self._request(r, frames.fps) for r in video.requests]
-        self.feeding.add(self.engine.feed.remote(requests, video.pixels))
+        self.feeding.add(self.engine.feed(requests, video.pixels))
         video.pixels = None  # from here on the engine holds them
 
     def _request(self, planned: Planned, fps: float) -> Request:
@@ -172,23 +175,20 @@ class _Line:
 
     def _answer(self, result: Result) -> None:
         request, video = self.seated.pop(result.request_id)
-        self.answered += 1
         video.left -= 1
         if not video.left:
             self.nbytes -= video.nbytes
         self.emit(request, video.frames, result)
 
-    def progress(self) -> None:
-        """A line on standard error now and then: what is done, and where the rest is."""
-        if time.monotonic() - self.told < PROGRESS and not self.finished:
-            return
-        self.told = time.monotonic()
-        engine = "waiting for the engine to start" if self.feeding and not self.fed else "in the engine"
-        places = [(len(self.decoding), "videos decoding"), (len(self.seated), f"requests {engine}")]
-        where = ", ".join(f"{count} {what}" for count, what in places if count) or "nothing left"
-        seconds, megabytes = self.told - self.began, self.nbytes / 1e6
-        line = f"[{seconds:.0f} s] {self.answered} answered; {where}; {megabytes:.0f} MB of frames"
-        print(line, file=sys.stderr, flush=True)
+    @property
+    def flow(self) -> Flow:
+        """Where the requests are that have no row yet."""
+        return Flow(len(self.decoding), len(self.seated), self.nbytes, ready=self.fed > 0 or not self.feeding)
+
+
+def _bound(job: Job) -> float:
+    """Bytes of frames held at once, at most."""
+    return job.max_bytes_in_flight or ray.cluster_resources()["object_store_memory"] / 4
 
 
 def _decoded(reference: Any) -> Frames | RequestError:
@@ -254,20 +254,24 @@ def _start(job: Job) -> None:
     ray.init(address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=store, **quiet)
 
 
-def _share(gpus: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Ray's options and the engine's settings: its GPUs if there are any, else all cores of a machine but those that
-    decode, since threads of an engine that share cores with a decoder slow each other down tenfold."""
+def _share(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Ray's options and the engine's settings, of each of its ranks: its GPUs if there are any, else an equal part of
+    all cores of a machine but those that decode, since threads of an engine that share cores with a decoder slow each
+    other down tenfold."""
     resources = ray.cluster_resources()
     if resources.get("CPU", 0) < 2:
         raise RunError("the cluster has fewer than 2 CPUs; an engine and a decoder need one each")
     if resources.get("GPU", 0) >= 1:
         most = max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
-        if most < gpus:
-            raise RunError(f"--pipeline-parallel-size is {gpus}: no machine of the cluster has more than {most:g} GPUs")
-        return {"num_gpus": gpus, "num_cpus": 1}, {"device": "cuda"}
+        for name in ("pipeline_parallel_size", "tensor_parallel_size"):
+            if most < (gpus := getattr(job, name)):
+                flag = "--" + name.replace("_", "-")
+                raise RunError(f"{flag} is {gpus}: no machine of the cluster has more than {most:g} GPUs")
+        return {"num_gpus": job.pipeline_parallel_size, "num_cpus": 1}, {"device": "cuda"}
     cores = int(max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
     threads = max(1, cores - max(1, cores // 4))
-    return {"num_cpus": threads}, {"device": "cpu", "threads": threads}
+    ranks = job.tensor_parallel_size
+    return {"num_cpus": threads / ranks}, {"device": "cpu", "threads": max(1, threads // ranks)}
 
 
 @contextmanager

@@ -75,6 +75,11 @@ class Output:
             self.done -= self.failed
 
     @property
+    def new(self) -> int:
+        """Rows of this run that are committed."""
+        return self._new
+
+    @property
     def totals(self) -> dict[str, float]:
         """`requests` and `errors` with a committed row, earlier runs' included; `new` ones of this run; and the sums
         over all rows of the counts, times (s) and `kv_keep`."""

@@ -18,6 +18,7 @@ from std_core.fast import second_tree
 from std_core.kernels.low_bit import low_bit_linear, pack, packable
 from std_core.kernels.sparse_linear import few, sparse_linear, sparsified, turned
 from std_core.model import Model
+from std_core.ranks import First, Gathered
 from std_core.types import Draft
 
 BITS = {"int8": 8, "int4": 4}
@@ -38,7 +39,7 @@ def drafter_of(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> M
     for name, linear in list(projections(cheap.decoder)):
         _put(cheap.decoder, name, _cheaper(linear, draft, thresholds.get(name)))
     if draft.weights != "full":  # at 4 bits the head alone took SmolLM2's acceptance from 0.89 to 0.56
-        cheap.head = _low_bit(model.head, 8)
+        cheap.head = _low_bit_head(model.head)
     return cheap
 
 
@@ -52,6 +53,8 @@ def second_model(model: Model, partner: Model) -> Model:
     theirs further)."""
     draft = copy.copy(partner)
     draft.head = _Fitted(partner.head, model.vocabulary)
+    if model.ranks.size > 1:
+        draft.head = First(draft.head, model.ranks)
     return draft
 
 
@@ -72,7 +75,7 @@ def _bytes(module: Any) -> int:
         return round(_bytes(module.inner) * module.keep)
     if isinstance(module, LowBitLinear):
         return module.packed.nbytes
-    if isinstance(module, _Fitted):
+    if isinstance(module, (_Fitted, First, Gathered)):
         return _bytes(module.inner)
     return module.weight.numel() * module.weight.element_size()
 
@@ -127,6 +130,12 @@ def _cheaper(linear: nn.Linear, draft: Draft, threshold: float | None) -> nn.Mod
 def _low_bit(linear: nn.Linear, bits: int) -> nn.Module:
     """8 bits where 4 do not fit the shape."""
     return LowBitLinear(linear, bits if packable(linear.weight, bits) else 8)
+
+
+def _low_bit_head(head: Any) -> nn.Module:
+    if isinstance(head, Gathered):
+        return Gathered(_low_bit_head(head.inner), head.out_features, head.ranks)
+    return _low_bit(head, 8)
 
 
 # -------------------------------------------------------------------------------------------------------------- trees

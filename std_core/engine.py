@@ -15,6 +15,7 @@ from std_core.checkpoint import Checkpoint, Inputs
 from std_core.drafters import drafter_of, second_model, weight_bytes
 from std_core.model import Model
 from std_core.prefill import Prefix
+from std_core.ranks import ALONE, join, undividable
 from std_core.types import Counters, Draft, Mode, Request, Result
 
 
@@ -31,6 +32,8 @@ class Engine:
         strict: tokens per row to which every verification is padded; γ must be less. The same bits then come out
             whatever drafts, γ below it, and who shares the batch, in bfloat16 too: those of the dense loop with the
             same slots and `strict`. 0: each step as wide as it needs to be.
+
+    Raises ValueError for `strict` on more than two ranks: the order in which their parts are summed is not fixed.
     """
 
     model: Model
@@ -45,6 +48,10 @@ class Engine:
     thresholds: dict[float, dict[str, float]] = field(default_factory=dict)  # by the share of channels kept
     drafters: dict[tuple[Any, ...], Model] = field(default_factory=dict)  # made when first asked for
 
+    def __post_init__(self) -> None:
+        if self.strict and self.model.ranks.size > 2:
+            raise ValueError(f"strict is for one or two ranks, not {self.model.ranks.size}: their sums' order varies")
+
     @classmethod
     def load(
         cls,
@@ -53,6 +60,9 @@ class Engine:
         dtype: str = "float32",
         device: str = "cpu",
         pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        rank: int = 0,
+        address: str = "",
         threads: int | None = None,
         **settings: int,
     ) -> Engine:
@@ -61,16 +71,26 @@ class Engine:
         Args:
             dtype: `float32` or `bfloat16`.
             pipeline_parallel_size: devices over which the layers are spread, from `device` on (`cuda` is `cuda:0`).
+            tensor_parallel_size: processes that share each layer; every one of them loads an engine, with its `rank`,
+                and runs the same requests with the same draft.
+            address: where rank 0 listens for the others, `tcp://host:port`.
             threads: CPU threads of this process; PyTorch's own choice if not given.
             settings: fields of `Engine`.
 
         Raises:
-            ValueError: the checkpoint cannot be loaded or is of an architecture that cannot be driven.
+            ValueError: the checkpoint cannot be loaded, is of an architecture that cannot be driven, or has heads that
+                cannot be divided by `tensor_parallel_size`.
         """
         if threads is not None:
             torch.set_num_threads(threads)
+        if tensor_parallel_size > 1 and pipeline_parallel_size > 1:
+            raise ValueError("a rank of a tensor-parallel engine has one device: its layers cannot be spread over more")
         checkpoint = Checkpoint.load(path)
-        model = Model.load(checkpoint, getattr(torch, dtype), *devices_from(device, pipeline_parallel_size))
+        if why := undividable(checkpoint.config, tensor_parallel_size):
+            raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}: {why}")
+        devices = devices_from(device, pipeline_parallel_size)
+        ranks = join(tensor_parallel_size, rank, address, device) if tensor_parallel_size > 1 else ALONE
+        model = Model.load(checkpoint, getattr(torch, dtype), *devices, ranks=ranks)
         return cls(model, checkpoint, **settings)  # type: ignore[arg-type]
 
     @torch.inference_mode()
@@ -92,7 +112,8 @@ class Engine:
         Raises:
             ValueError: a draft that this model or mode cannot have.
         """
-        yield from Batch(self, draft, prepare or self.checkpoint.inputs, mode).through(iter(requests))
+        waiting = self.model.ranks.agreed(iter(requests))
+        yield from Batch(self, draft, prepare or self.checkpoint.inputs, mode).through(waiting)
 
     # ----------------------------------------------------------------------------------------------------- drafters
 

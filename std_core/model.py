@@ -20,6 +20,7 @@ from std_core.cache import Cache, ChunkStep, RowsStep
 from std_core.checkpoint import Checkpoint, Inputs
 from std_core.families import FAMILIES, refusal, sees, windowed, writer_of
 from std_core.fast import fast
+from std_core.ranks import ALONE, Ranks, division, localized
 from std_core.types import RequestError
 
 ATTENTION = "std_core"
@@ -86,7 +87,7 @@ class Model:
     do not know (sliding windows, linear attention, sinks); what its configuration does not tell, one token does.
     """
 
-    def __init__(self, hf: Any):
+    def __init__(self, hf: Any, ranks: Ranks = ALONE):
         text = hf.config.get_text_config()
         name = f"model of type {hf.config.model_type}"
         if why := refusal(hf.config, type(hf)):
@@ -99,7 +100,8 @@ class Model:
         self.decoder, self.head = hf.get_decoder(), hf.get_output_embeddings()
         self.embedding = hf.get_input_embeddings()
         self.layers = text.num_hidden_layers
-        self.kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        self.ranks = ranks
+        self.kv_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // ranks.size
         self.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.width = self.embedding.embedding_dim
         tower = hf.config.vision_config if self.vision else None
@@ -114,15 +116,17 @@ class Model:
         self.decoder, self.head = fast(self.decoder), fast(self.head)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, *devices: str) -> Model:
-        """A checkpoint's weights, read in full (GGUF's unpacked), on one device or with its layers spread over several.
+    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, *devices: str, ranks: Ranks = ALONE) -> Model:
+        """A checkpoint's weights (GGUF's unpacked), read in full, on one device or with its layers spread over several;
+        of several ranks each reads its share.
 
         Raises:
-            ValueError: they are missing, incomplete, or of an architecture that cannot be driven.
+            ValueError: they are missing, incomplete, or of an architecture that cannot be driven or divided.
         """
         gguf = "gguf_file" in checkpoint.source
-        how = {"quantization_config": GgufConfig(dequantize=True)} if gguf else {"use_safetensors": True}
         writer: Any = writer_of(checkpoint.config)  # a checkpoint without one is refused at its load
+        how = division(writer, checkpoint.config, ranks)
+        how |= {"quantization_config": GgufConfig(dequantize=True)} if gguf else {"use_safetensors": True}
         try:
             hf, read = writer.from_pretrained(**checkpoint.source, **how, dtype=dtype, output_loading_info=True)
         except (OSError, SafetensorError) as error:
@@ -132,6 +136,8 @@ class Model:
             raise ValueError(f"model {checkpoint.path!r} lacks {len(lacking)} weights, {lacking[0]} among them")
         if len(devices) > 1:  # accelerate's hooks move what passes from one layer to the next
             return cls(dispatch_model(hf, spread(hf, devices), force_hooks=True))
+        if ranks.size > 1:
+            return cls(localized(hf, devices[0], ranks), ranks)
         return cls(hf.to(devices[0]))
 
     def attach(self) -> None:

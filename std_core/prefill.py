@@ -225,9 +225,10 @@ class Prefill:
         text = torch.ones(cut, dtype=torch.bool, device=self.model.device)
         text[places] = False
         always = text.nonzero()[:, 0]
-        chosen = select(self.draft, mass, row_seed=prompt.length) if cut and self.draft.policy != "full" else []
+        total = self.model.ranks.total
+        chosen = select(self.draft, mass, prompt.length, total) if cut and self.draft.policy != "full" else []
         if self.slots.view == "second":
-            kept = places[chosen[0][0].to(places.device)] if chosen else places
+            kept = places[self.model.ranks.first(chosen[0][0].to(places.device))] if chosen else places
             held = yield from self._second(prompt, slot, torch.cat([always, kept]).sort().values)
             return held, None
         held = 0

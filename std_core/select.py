@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from std_core.types import Draft
 
 
-def select(draft: Draft, mass: Sequence[torch.Tensor], row_seed: int) -> list[torch.Tensor]:
+def select(
+    draft: Draft,
+    mass: Sequence[torch.Tensor],
+    row_seed: int,
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda mass: mass,
+) -> list[torch.Tensor]:
     """The visual entries that the draft of one row keeps.
 
     Args:
         mass: per layer (KV heads, m_v), text-to-visual attention mass.
         row_seed: what the `random` policy draws from besides its own seed, so that rows differ.
+        total: sums over the processes that share the model's heads, for a set that all heads have in common.
 
     Returns:
         Per layer (KV heads, K) places among the row's visual tokens, ascending.
     """
     if draft.policy == "specvlm":
-        whole = torch.stack([m.sum(0).to(mass[0].device) for m in mass]).sum(0)
+        whole = total(torch.stack([m.sum(0).to(mass[0].device) for m in mass]).sum(0))
         return [_nucleus(whole, draft).expand(len(mass[0]), -1)] * len(mass)
     seeds = ((draft.seed * 1_000_003 + row_seed) * 1_009 + layer for layer in range(len(mass)))
     return [_POLICIES[draft.policy](m, draft, seed).sort(dim=1).values for m, seed in zip(mass, seeds, strict=True)]

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import decode_questions
 import decode_shapes
 import hf_clock
 import torch
@@ -78,6 +79,7 @@ def run(argv: list[str]) -> dict[str, Any]:
         "dense_attention": path_name(engine.model.dtype, engine.model.device, engine.model.head_dim),
         "random_weights": flags.model in decode_shapes.SHAPES,
         "rows": rows,
+        "questions": _questions(engine, flags, max(contexts)),
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -116,21 +118,24 @@ def cell(engine: Engine, flags: Flags, batch: int, context: int, bandwidth: floa
         for pair in pairs.values():
             pair.once(segment)
 
-    theirs = None
+    theirs, prompts = None, [asked.prepare(request) for request in asked.requests]
     if flags.hugging_face:
-        theirs = hf_clock.beside(engine.model, list(asked.inputs.values()), segment, flags.pairs, turn)
+        theirs = hf_clock.beside(engine.model, prompts, segment, flags.pairs, turn)
     else:
         for _ in range(flags.pairs):
             turn()
     cost = {"vision_ms": vision, "prefill_ms": prefill, "hf_prefill_ms": theirs.prefill_s if theirs else None}
-    lookup = hf_clock.lookup(engine.model, asked.inputs, segment * flags.pairs) if theirs and batch == 1 else None
+    lookup = None
+    if theirs and batch == 1 and not engine.checkpoint.takes_video:  # it drafts a video's placeholders and fails
+        lookup = hf_clock.lookup(engine.model, prompts, segment * flags.pairs)
     padded: dict[int, list[list[int]]] = {}
+    longest = max(len(row) for pair in pairs.values() for row in pair.written)
     rows = []
     for name, pair in pairs.items():
         row = {**asdict(pair.policy), "model": flags.model, "batch": batch, "context": context, "policy": name}
         row |= _times(engine, pair, context, bandwidth) | {key: _ms(value) for key, value in cost.items()}
         width = pair.policy.gamma + 1
-        padded[width] = padded.get(width) or pair.from_the_start(width)
+        padded[width] = padded.get(width) or pair.from_the_start(width, longest)
         same = [ours == dense[: len(ours)] for ours, dense in zip(pair.written, padded[width], strict=True)]
         row |= {"identical": sum(same), "rows": batch, "diverged": len(pair.diverged), "select_ms": _ms(pair.prefill_s)}
         per_token = statistics.median(pair.drafted.per_token)
@@ -179,6 +184,13 @@ def table(model: str, rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         found.add_row(*(str(row.get(column, "")) for column in COLUMNS))
     return found
+
+
+def _questions(engine: Engine, flags: Flags, context: int) -> dict[str, Any] | None:
+    """Eight questions on each of four videos, of a model that sees."""
+    if not (flags.hugging_face and engine.checkpoint.takes_video):
+        return None
+    return decode_questions.measured(engine, context, Draft("specvlm", keep=0.1, gamma=4))
 
 
 def _segment(flags: Flags, pairs: dict[str, Pair]) -> int:

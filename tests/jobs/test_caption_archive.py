@@ -55,7 +55,9 @@ def test_bad_files_get_their_rows_and_the_others_captions(run: Any, archive: Pat
     assert len(good) == 6
     assert all(row["text"] and row["status"] in ("success", "truncated") and not row["frames_lost"] for row in good)
     assert all(row["num_visual_tokens"] == row["planned_visual_tokens"] > 0 for row in good)
-    assert all(len(row["frame_pts"]) >= 4 and row["draft"] == "std" and row["gamma"] == 5 for row in good)
+    assert all(len(row["frame_pts"]) >= 4 and row["draft"] == "std" for row in good)
+    # γ, but for what lay behind a row's end
+    assert all(0 < row["gamma"] <= 5 for row in good if row["rounds"]) and any(row["gamma"] == 5 for row in good)
     assert summary["requests"] == summary["new"] == 9
     assert summary["errors"] == 3
     assert summary["tokens"] == sum(row["num_generated_tokens"] for row in good)

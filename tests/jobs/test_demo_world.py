@@ -37,8 +37,8 @@ def test_a_clause_is_right_only_with_its_place_and_all_attributes() -> None:
 @pytest.mark.parametrize("kind", world.KINDS)
 def test_kinds_look_different(kind: str) -> None:
     def shape(of: str) -> torch.Tensor:
-        scene = [world.Scene("large", "white", of, "stays still")]
-        return world.paint(scene, torch.tensor([0.5]), torch.tensor([[0.5, 0.5]]), torch.zeros(1, 3), 84, 84) > 127
+        scene, one = [world.Scene("large", "white", of, "stays still")], torch.tensor([1])
+        return world.paint(scene, one, torch.tensor([0.5]), torch.tensor([[0.5, 0.5]]), torch.zeros(1, 3), 84, 84) > 127
 
     for other in set(world.KINDS) - {kind}:
         assert (shape(kind) != shape(other)).float().mean() > 0.02
@@ -51,12 +51,14 @@ def test_a_shape_stays_in_the_frame_and_moves_as_it_says(seed: int, size: tuple[
     (scene,) = world.draw_scenes(rng, 1)
     frames = world.paint(
         [scene] * 3,
+        torch.ones(3, dtype=torch.long),
         torch.tensor([0.0, 0.5, 1.0]),
         torch.tensor([world.place(rng, scene)] * 3),
         torch.zeros(3, 3),
         *size,
     )
-    seen = frames.amax(1) > 8
+    slate = round(size[0] * world.SLATE_HEIGHT)
+    seen = frames[:, :, slate:].amax(1) > 8
     centres, areas = [], []
     for image in seen:
         y, x = np.nonzero(image.numpy())
@@ -92,3 +94,18 @@ def test_a_long_clips_scenes_are_the_short_ones_again_and_again() -> None:
         for turn in range(5):
             got = often[20 * scene + 4 * turn :][:4]
             assert np.abs(got - once[4 * scene :][:4]).mean() < 4
+
+
+@pytest.mark.parametrize("size", world.CLIP_SIZES)
+def test_a_slate_tells_every_scene_by_number_in_the_file(size: tuple[int, int]) -> None:
+    _, data = world.write_clip(3, world.MAX_SCENES, size, 2)
+    with av.open(io.BytesIO(data)) as container:
+        frames = [frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)]
+    inks = np.array([world.COLOURS[name] for name in world.SLATE])
+    stripe = size[0] * world.SLATE_HEIGHT / 2
+    read = []
+    for frame in frames:
+        middles = np.stack([frame[round(stripe * (k + 0.5))].mean(0) for k in (0, 1)])
+        high, low = np.abs(middles[:, None] - inks).sum(-1).argmin(1)
+        read.append(4 * high + low + 1)
+    assert read == [k for k in range(1, world.MAX_SCENES + 1) for _ in range(len(frames) // world.MAX_SCENES)]

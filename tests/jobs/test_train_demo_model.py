@@ -189,7 +189,7 @@ def test_a_teacher_is_matched_where_the_student_says_the_same(model, words) -> N
 
 @torch.no_grad()
 def test_what_the_probes_are_asked_is_true(model, words, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch's scenes, looks and beginnings against the stories it was drawn from."""
+    """A batch's scenes and looks against the stories it was drawn from."""
     stories = []
     draw = world.draw_scenes
     monkeypatch.setattr(world, "draw_scenes", lambda rng, count: stories.append(draw(rng, count)) or stories[-1])
@@ -198,7 +198,6 @@ def test_what_the_probes_are_asked_is_true(model, words, monkeypatch: pytest.Mon
         for moment, scene in enumerate(batch.scene[clip].tolist()):
             kind, colour = batch.looks[clip, moment].tolist()
             assert (list(world.KINDS)[kind], list(world.COLOURS)[colour]) == (story[scene].kind, story[scene].colour)
-            assert bool(batch.begins[clip, moment]) == (moment == 0 or scene != batch.scene[clip, moment - 1])
     out = Probes(model.config.text_config.hidden_size)(model, batch)
-    assert out.begins.shape == batch.scene.shape and out.number.shape == (*batch.scene.shape, world.MAX_SCENES)
+    assert out.number.shape == (*batch.scene.shape, world.MAX_SCENES)
     assert all(loss > 0 for loss in out.losses.values())

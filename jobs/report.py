@@ -1,0 +1,46 @@
+#!/usr/bin/env python
+"""One page about what a run wrote: `_report.html` in the output folder, with everything in it.
+
+    python jobs/report.py --output s3://bucket/captions --price-per-hour 4.10
+
+Standard output ends with one JSON object that names the page.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+
+from pipeline.config import parse_flags
+from pipeline.job import guarded
+from pipeline.report import headline, write_report
+from pipeline.types import UsageError
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The command line."""
+
+    output: str = field(default="", metadata={"help": "folder or bucket prefix that a run wrote to"})
+    price_per_hour: float | None = field(default=None, metadata={"help": "of all machines together, in any currency"})
+
+
+def main(argv: list[str]) -> int:
+    """Writes the page and says in a sentence what is in it."""
+    flags: Flags = parse_flags(Flags, argv, Path(__file__).name)
+    if not flags.output:
+        raise UsageError("--output is missing")
+    page, facts = write_report(flags.output, flags.price_per_hour)
+    print(headline(facts), file=sys.stderr)
+    print(
+        json.dumps({"report": page, "rows": facts.table.num_rows, "errors": sum(facts.failures.values())}), flush=True
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(Path(__file__).name, lambda: main(sys.argv[1:])))

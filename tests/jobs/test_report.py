@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline import read
+from pipeline.config import ROOT, parse_job
+from pipeline.job import run_job
+from pipeline.report_runs import runs
+
+SCRIPT = ROOT / "jobs" / "report.py"
+
+
+def report(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
+
+
+def test_a_run_into_a_bucket_and_its_report(
+    tiny_model: Path, ray_cluster: None, archive: Path, s3: Any, capsys: Any
+) -> None:
+    (archive / "<script>alert(1)<script>.mp4").write_text("this is no video\n" * 100)
+    words = ["--input", str(archive), "--output", f"{s3.bucket}/out", "--model", str(tiny_model), "--max-tokens", "8"]
+    summary = run_job(parse_job(words, "test"), "Describe this video.")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "7 answered (1 failed) of 7" in said and said.endswith("nothing left; 0 MB of frames")
+    (run,) = runs(f"{s3.bucket}/out")
+    assert (run.outcome, run.about["engines"], run.about["draft"]) == ("finished", 1, "std")
+    assert run.samples[-1][1:3] == [7, 1] and run.samples[-1][3] == summary["tokens"]
+    rows = read(f"{s3.bucket}/out").to_pylist()
+    contexts = [r["num_prompt_tokens"] + r["num_visual_tokens"] for r in rows if r["status"] != "error"]
+    assert [wave[2:5] for wave in run.waves] == [[6, min(contexts), max(contexts)]]
+    done = report("--output", f"{s3.bucket}/out", "--price-per-hour", "3.5")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told == {"report": f"{s3.bucket}/out/_report.html", "rows": 7, "errors": 1}
+    assert done.stderr.startswith("6 of 7 requests answered in ")
+    key = {"Bucket": s3.bucket.removeprefix("s3://"), "Key": "out/_report.html"}
+    page = s3.client().get_object(**key)["Body"].read().decode()
+    assert "<script" not in page and "&lt;script&gt;alert(1)&lt;script&gt;.mp4" in page
+    assert page.count("<svg") == 7  # all but the speed-up, for which nothing was decoded densely
+
+
+def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path) -> None:
+    for words, named in (
+        ([], "--output is missing"),
+        (["--output", str(tmp_path / "nowhere")], "nowhere"),
+        (["--output", str(tmp_path), "--price-per-hour", "-1"], "--price-per-hour"),
+        (["--output", str(tmp_path), "--prise", "1"], "--price-per-hour"),
+    ):
+        done = report(*words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("report.py: ") and named in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -13,26 +13,26 @@ constexpr int PARTS = GROUP / BLOCK;
 
 #ifdef __AVX512VNNI__
 
-// Rows of activations in 8 bits, filled up to whole groups with zeros. `offset`: what the weights' zero point adds to
+// Rows of activations in 8 bits, filled up to whole blocks with zeros; the last group may be half a one. `offset`: what the weights' zero point adds to
 // a product, per lane; weights are stored without sign.
 struct Quantized {
-    int groups;
+    int blocks, groups;
     std::unique_ptr<int8_t[]> values;  // [row][channel]
     std::vector<float> scale;          // [row][group]
     std::vector<int32_t> offset;       // [row][block][lane]
     std::vector<float> whole;          // [row]: the same over all channels, scaled
     __m512i at(int row, int block) const {
-        return _mm512_loadu_si512(&values[(size_t(row) * groups * PARTS + block) * BLOCK]);
+        return _mm512_loadu_si512(&values[(size_t(row) * blocks + block) * BLOCK]);
     }
     __m512i start(int row, int block) const {
-        return _mm512_loadu_si512(&offset[(size_t(row) * groups * PARTS + block) * LANES]);
+        return _mm512_loadu_si512(&offset[(size_t(row) * blocks + block) * LANES]);
     }
 };
 
 template <class T> Quantized quantized(const T* x, int rows, int in, int zero_point) {
-    const int groups = (in + GROUP - 1) / GROUP;
-    const size_t padded = size_t(groups) * GROUP;
-    Quantized q{groups, std::unique_ptr<int8_t[]>(new int8_t[rows * padded]), std::vector<float>(size_t(rows) * groups),
+    const int blocks = (in + BLOCK - 1) / BLOCK, groups = (blocks + PARTS - 1) / PARTS;
+    const size_t padded = size_t(blocks) * BLOCK;
+    Quantized q{blocks, groups, std::unique_ptr<int8_t[]>(new int8_t[rows * padded]), std::vector<float>(size_t(rows) * groups),
                 std::vector<int32_t>(rows * padded / 4), std::vector<float>(rows)};
     for (int row = 0; row < rows; row++)
         for (int g = 0; g < groups; g++) {
@@ -41,14 +41,15 @@ template <class T> Quantized quantized(const T* x, int rows, int in, int zero_po
                 return __mmask16(left >= LANES ? 0xffff : left > 0 ? (1u << left) - 1 : 0);
             };
             const T* from = x + int64_t(row) * in + g * GROUP;
+            const int size = std::min(GROUP, int(padded) - g * GROUP);
             __m512 most = zero();
-            for (int i = 0; i < GROUP; i += LANES)
+            for (int i = 0; i < size; i += LANES)
                 most = _mm512_max_ps(most, _mm512_abs_ps(Words<T>::load(from + i, some(i))));
             const float high = _mm512_reduce_max_ps(most);
             q.scale[size_t(row) * groups + g] = high / 127.f;
             const __m512 by = _mm512_set1_ps(high > 0.f ? 127.f / high : 0.f);
             int8_t* to = &q.values[row * padded + g * GROUP];
-            for (int i = 0; i < GROUP; i += LANES) {
+            for (int i = 0; i < size; i += LANES) {
                 __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(Words<T>::load(from + i, some(i)), by));
                 _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtsepi32_epi8(level));
             }
@@ -57,7 +58,7 @@ template <class T> Quantized quantized(const T* x, int rows, int in, int zero_po
     for (size_t block = 0; block < rows * padded / BLOCK; block++) {
         __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), point, _mm512_loadu_si512(&q.values[block * BLOCK]));
         _mm512_storeu_si512(&q.offset[block * LANES], _mm512_sub_epi32(_mm512_setzero_si512(), sum));
-        q.whole[block / (groups * PARTS)] -= float(_mm512_reduce_add_epi32(sum)) * q.scale[block / PARTS];
+        q.whole[block / blocks] -= float(_mm512_reduce_add_epi32(sum)) * q.scale[block / blocks * groups + block % blocks / PARTS];
     }
     return q;
 }
@@ -107,7 +108,7 @@ void cell(const Quantized& x, const W& w, const T* bias, T* y, int row, int rows
     for (int g = 0; g < x.groups; g++) {
         __m512i whole[R][OUT];
         __m512 part[R][OUT];
-        for (int b = g * PARTS; b < (g + 1) * PARTS; b++) {
+        for (int b = g * PARTS; b < std::min((g + 1) * PARTS, x.blocks); b++) {
             const bool fresh = b == g * PARTS;
             __m512i a[R], start[R];
             for (int r = 0; r < R; r++) {
@@ -147,7 +148,7 @@ void cell(const Quantized& x, const W& w, const T* bias, T* y, int row, int rows
 template <class T, class W>
 void low_bit(const T* x, W w, const T* bias, T* y, int rows, int in, int out, int threads) {
     const Quantized q = quantized(x, rows, in, W::ZERO_POINT);
-    w.blocks = q.groups * PARTS;
+    w.blocks = q.blocks;
 #pragma omp parallel num_threads(threads)
     {
         const int64_t n = omp_get_num_threads(), me = omp_get_thread_num();

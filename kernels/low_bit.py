@@ -20,6 +20,7 @@ from std_core.kernels import cpu
 
 GROUP = 32  # input channels that share a scale at 4 bits
 ACTIVATIONS = 128  # input channels of a row that share a scale in the C++ product
+BLOCK = 64  # input channels it takes at once
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _levels4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _packed_for_cpp(weight: torch.Tensor, bits: int) -> Packed:
-    padded = F.pad(weight.float(), (0, -weight.shape[1] % ACTIVATIONS))
+    padded = F.pad(weight.float(), (0, -weight.shape[1] % BLOCK))
     if bits == 8:
         levels, scale = _levels8(padded)
         return Packed((levels.to(torch.int16) + 128).to(torch.uint8), scale, bits, "cpp")
@@ -127,6 +128,7 @@ def reference(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     padded = F.pad(x.double(), (0, -x.shape[1] % ACTIVATIONS)).unflatten(1, (-1, ACTIVATIONS))
     step = padded.abs().amax(2, keepdim=True) / 127
     rounded = ((padded / torch.where(step == 0, 1, step)).round() * step).flatten(1)
+    rounded = rounded[:, : x.shape[1] + -x.shape[1] % BLOCK]
     if packed.bits == 8:
         return rounded @ ((packed.weight.double() - 128) * packed.scale.double()[:, None]).T
     levels = torch.stack((packed.weight & 15, packed.weight >> 4), 2).flatten(1).double() - 8

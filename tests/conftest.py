@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,10 +12,14 @@ from typing import Any
 
 import boto3
 import pytest
+import torch
 from moto.server import ThreadedMotoServer
 
-import reference
-import tiny_models
+if not torch.cuda.is_available():  # read when Triton is first imported, which transformers does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import reference  # noqa: E402
+import tiny_models  # noqa: E402
 
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 

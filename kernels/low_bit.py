@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from std_core.kernels.devices import TRITON
+
 GROUP = 32  # input channels that share a scale at 4 bits
 
 
@@ -36,13 +38,22 @@ def packable(weight: torch.Tensor, bits: int) -> bool:
 
 
 def pack(weight: torch.Tensor, bits: int) -> Packed:
-    levels, scale = (_levels8 if bits == 8 else _levels4)(weight.float())
-    scale = scale.to(weight.dtype)
+    if weight.device.type in TRITON:
+        from std_core.kernels import gpu_low_bit
+
+        return gpu_low_bit.pack(weight, bits)
+    levels, scale = levels_of(weight, bits)
     if weight.device.type == "cpu":
         stored = levels if bits == 8 else torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
         return Packed(stored, scale, bits)
     stored = levels if bits == 8 else levels[:, ::2].to(torch.uint8) << 4 | levels[:, 1::2].to(torch.uint8)
     return Packed(stored, scale, bits, unpacked(levels, scale, bits).to(weight.dtype))
+
+
+def levels_of(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, in) levels, and scales of the weight's type."""
+    levels, scale = (_levels8 if bits == 8 else _levels4)(weight.float())
+    return levels, scale.to(weight.dtype)
 
 
 def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
@@ -54,6 +65,10 @@ def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tens
 
 
 def low_bit_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    if x.device.type in TRITON:
+        from std_core.kernels import gpu_low_bit
+
+        return gpu_low_bit.low_bit_linear(x, packed, bias)
     flat = x.flatten(0, -2)
     if packed.plain is not None:
         y = flat @ packed.plain.T

@@ -11,8 +11,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from std_core.kernels.devices import TRITON
+
 
 def sparse_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threshold: float) -> torch.Tensor:
+    if x.device.type in TRITON:
+        from std_core.kernels import gpu_sparse_linear
+
+        return gpu_sparse_linear.sparse_linear(x, weight, bias, threshold)
     return F.linear(sparsified(x, threshold), weight, bias)
 
 

@@ -43,6 +43,7 @@ class Slots:
     vocabulary: int
     view: View = "own"
     strict: int = 0  # tokens per row to which every verification is padded, if its shape is to be fixed
+    ahead: int = 0  # entries that a round may write behind a row's: room made at admission. 0: rounds make their own
 
     @classmethod
     def empty(cls, model: Model, count: int, generator: torch.Generator, strict: int = 0) -> Slots:
@@ -90,6 +91,8 @@ class Slots:
 
     def reserve(self, width: int) -> None:
         """Room for a round of `width` tokens; rejected ones and those of finished rows are written too."""
+        if self.ahead:  # it is there, and asking for lengths would wait for the device
+            return
         self.own.reserve(int(self.length.max()) + width)
         if self.view != "own":
             self.draft.reserve(int(self.draft_length.max()) + width)
@@ -119,6 +122,12 @@ class Round:
     proposed: torch.Tensor  # (B,) drafted tokens that had a chance: what lies behind a row's end does not count
     stopped: torch.Tensor  # (B,) bool: the last of them is a stop id
     broken: torch.Tensor  # (B,) bool: the full model gave no finite logits
+
+    def on_host(self) -> list[tuple[list[int], int, int, int, bool, bool]]:
+        """Row by row, its kept tokens first; in one transfer, the only thing of a round that waits for the device."""
+        numbers = torch.stack([x.long() for x in list(vars(self).values())[1:]], dim=1)
+        rows = torch.cat([self.tokens, numbers], dim=1).tolist()
+        return [(row[: row[-5]], *row[-5:-2], bool(row[-2]), bool(row[-1])) for row in rows]
 
 
 Drafting = Callable[[Slots, int], Drafted]

@@ -1,0 +1,103 @@
+"""Rounds as CUDA graphs: γ draft steps, verification, acceptance and commit are recorded once per shape and replayed.
+
+A round waits for no length: lengths live on the device, kernels cover the caches' capacity, and the room that a row may
+ever need is made at its admission (`Slots.ahead`). A recording is bound to addresses: it is made per γ, number of slots
+and capacity of the caches, and the small tensors that change with who sits where are copied into ones that stay. What
+asks the host for something is not recorded: transformers' processors of logits, draws without a seed, refresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from std_core.decode import Round, Slots
+from std_core.kernels.attention import SPLIT, Groups
+from std_core.model import Model
+from std_core.types import Draft
+
+Body = Callable[[], Round]
+Replay = Callable[[], None]
+Recorder = Callable[[Body], tuple[Replay, Round]]
+
+
+def recorder_of(model: Model) -> Recorder | None:
+    """What records rounds of a model; None where none can be recorded."""
+    return _record if model.device.type == "cuda" and len(set(model.devices)) == 1 else None
+
+
+def _record(body: Body) -> tuple[Replay, Round]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        done = body()
+    return graph.replay, done
+
+
+class Captured:
+    """The recorded rounds of some slots."""
+
+    def __init__(self, slots: Slots, record: Recorder):
+        self.slots, self._record = slots, record
+        self._stay: dict[Hashable, torch.Tensor] = {}  # by name and shape
+        self._rounds: dict[Hashable, tuple[Replay, Round] | None] = {}
+        self._capacity: Hashable = None
+
+    @torch.inference_mode()
+    def round(self, gamma: int, body: Body) -> Round:
+        """Runs `body`, whose γ is given, or what was recorded of it. The first of a shape runs as it is: it compiles
+        kernels and picks algorithms, which a recording may not."""
+        slots = self.slots
+        if slots.draws.fresh or any(rule is not None and rule.processors for rule in slots.rules):
+            return body()
+        self._settle()
+        key = gamma, slots.groups.members.shape, slots.stop_ids.shape, slots.draws.sampled
+        if key not in self._rounds:
+            self._rounds[key] = None
+            return body()
+        found = self._rounds[key]
+        if found is None:
+            found = self._rounds[key] = self._record(body)
+        replay, done = found
+        replay()
+        return done
+
+    def _settle(self) -> None:
+        """Brings what changes with the rows to where recordings look for it, and forgets those of smaller caches."""
+        slots = self.slots
+        caches = slots.prefix.capacity, slots.own.capacity, slots.draft.capacity
+        if (capacity := (*caches, slots.history.shape[1])) != self._capacity:
+            self._capacity = capacity
+            self._rounds.clear()
+        slots.active = self._staying("active", slots.active)
+        slots.stop_ids = self._staying("stop_ids", slots.stop_ids)
+        slots.groups = Groups(**{name: self._staying(name, x) for name, x in vars(slots.groups).items()})
+        draws: dict[str, Any] = {
+            name: self._staying(name, getattr(slots.draws, name)) for name in ("seeds", "seeded", "unseeded")
+        }
+        slots.draws = replace(slots.draws, **draws)
+
+    def _staying(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        kept = self._stay.setdefault((name, x.shape), x)
+        if kept is not x:
+            kept.copy_(x)
+        return kept
+
+
+def pool_bytes(
+    entry_bytes: int, slots: int, prompt: int, shared: int, visual: int, limit: int, draft: Draft | None
+) -> int:
+    """Bytes of the caches of `slots` rows, each with a bucket's longest request: what a plan weighs against free memory.
+
+    Args:
+        entry_bytes: of one token's keys and values in all layers.
+        prompt: tokens of it, of which the first `shared` are in the prefix store and `visual` can be left out.
+        limit: tokens that a row may write.
+    """
+    spare = limit + (draft.gamma if draft else 0) + 1
+    entries = [shared, prompt - shared + spare]
+    if draft is not None and draft.policy not in ("full", "ngram") and not draft.model:
+        entries.append(prompt - visual + draft.budget(visual) + spare)
+    return slots * entry_bytes * sum(-(-n // SPLIT) * SPLIT for n in entries)

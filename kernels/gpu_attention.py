@@ -211,9 +211,8 @@ def _attend_split(
         asks = m < GROUP * WIDTH
         used = length + WIDTH
         last = length + token
-    if STEP > 0:
-        size = STEP
-    else:
+    size = STEP
+    if STEP == 0:
         size = ((used + splits - 1) // splits + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     begin = split * size
     end = tl.minimum(begin + size, used)

@@ -1,6 +1,6 @@
 """`gather_entries` on a GPU: whole entries are copied, one index read for each; `Tensor.gather` reads one per number.
 
-    gather_entries(cache, chosen) -> (KV heads, K, d)
+gather_entries(cache, chosen) -> (KV heads, K, d)
 """
 
 from __future__ import annotations

@@ -21,13 +21,17 @@ PROGRAMS = 256  # that a product is spread over where it has too few output chan
 
 def pack(weight: torch.Tensor, bits: int) -> Packed:
     """See `low_bit.pack`."""
-    levels, scale = levels_of(weight, bits)
+    packed = pack_plainly(*levels_of(weight, bits), bits)
+    if bits == 4 and (tiles := _tiles(weight)):
+        return Packed(torch.ops.aten._convert_weight_to_int4pack(packed.weight, tiles), packed.scale, bits)
+    return packed
+
+
+def pack_plainly(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> Packed:
+    """As the Triton kernel takes it."""
     if bits == 8:
         return Packed(levels, scale, bits)
-    pairs = levels[:, ::2].to(torch.uint8) << 4 | levels[:, 1::2].to(torch.uint8)
-    if tiles := _tiles(weight):
-        return Packed(torch.ops.aten._convert_weight_to_int4pack(pairs, tiles), scale, bits)
-    return Packed(pairs, scale, bits)
+    return Packed(levels[:, ::2].to(torch.uint8) << 4 | levels[:, 1::2].to(torch.uint8), scale, bits)
 
 
 def _tiles(weight: torch.Tensor) -> int:
@@ -97,7 +101,7 @@ def _product(
         packed = tl.load(weight + n[None, :].to(tl.int64) * stored + k[:, None], mask=both, other=0)
         value = tl.load(x + m[:, None] * channels + k[None, :] * PER, mask=asks, other=0.0)
         if BITS == 8:
-            taken += tl.dot(value, packed.to(value.dtype), input_precision="ieee")
+            taken += tl.dot(value, packed.to(tl.float32).to(value.dtype), input_precision="ieee")
         else:
             group = scale + ((k[:, None] * 2 // CHANNELS) * outputs + n[None, :]) * 2
             step = tl.load(group, mask=both, other=0.0).to(tl.float32)

@@ -5,7 +5,7 @@
 
 Shapes are those of `sparse_linear.py`. First one program lists the channels that any row activates, then each block of
 output channels walks over that list. How long it is stays on the device. A channel is a column of the weight: laid out
-row by row, as a checkpoint has it, a column shares its memory lines with its neighbours and leaving it out saves nothing.
+row by row, as a checkpoint has it, a column shares memory lines with its neighbours and leaving it out saves nothing.
 """
 
 from __future__ import annotations

@@ -22,5 +22,14 @@ def sparse_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return F.linear(sparsified(x, threshold), weight, bias)
 
 
+def laid_out(weight: torch.Tensor) -> torch.Tensor:
+    """The weight as the product reads it best."""
+    if weight.device.type in TRITON:
+        from std_core.kernels import gpu_sparse_linear
+
+        return gpu_sparse_linear.by_channel(weight)
+    return weight
+
+
 def sparsified(x: torch.Tensor, threshold: float) -> torch.Tensor:
     return x * (x.abs() > threshold)

@@ -46,9 +46,13 @@ class Captured:
         self._capacity: Hashable = None
 
     @torch.inference_mode()
-    def round(self, gamma: int, body: Body) -> Round:
-        """Runs `body`, whose γ is given, or what was recorded of it. The first of a shape runs as it is: it compiles
-        kernels and picks algorithms, which a recording may not."""
+    def round(self, gamma: Hashable, body: Body) -> Round:
+        """Runs `body`, or what was recorded of it. The first of a shape runs as it is: it compiles kernels and picks
+        algorithms, which a recording may not.
+
+        Args:
+            gamma: γ, and what else tells bodies of one shape apart.
+        """
         slots = self.slots
         if slots.draws.fresh or any(rule is not None and rule.processors for rule in slots.rules):
             return body()
@@ -89,7 +93,7 @@ class Captured:
 def pool_bytes(
     entry_bytes: int, slots: int, prompt: int, shared: int, visual: int, limit: int, draft: Draft | None
 ) -> int:
-    """Bytes of the caches of `slots` rows, each with a bucket's longest request: what a plan weighs against free memory.
+    """Bytes of the caches of `slots` rows, each with a bucket's longest request: what a plan holds to free memory.
 
     Args:
         entry_bytes: of one token's keys and values in all layers.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from std_core.kernels.low_bit import low_bit_linear, pack, packable
-from std_core.kernels.sparse_linear import sparsified
+from std_core.kernels.sparse_linear import laid_out, sparse_linear, sparsified
 from std_core.model import Model
 from std_core.types import Draft
 
@@ -87,6 +87,8 @@ class SparseLinear(nn.Module):
         self.inner, self.threshold, self.keep = inner, threshold, keep
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.inner, nn.Linear):
+            return sparse_linear(x, self.inner.weight, self.inner.bias, self.threshold)
         return self.inner(sparsified(x, self.threshold))
 
 
@@ -116,7 +118,11 @@ class _Fitted(nn.Module):
 
 def _cheaper(linear: nn.Linear, draft: Draft, threshold: float | None) -> nn.Module:
     made: nn.Module = linear if draft.weights == "full" else _low_bit(linear, BITS[draft.weights])
-    return made if threshold is None else SparseLinear(made, threshold, draft.channels)
+    if threshold is None:
+        return made
+    if made is linear:  # the full model's own weight: dense products take either layout
+        linear.weight.data = laid_out(linear.weight.data)
+    return SparseLinear(made, threshold, draft.channels)
 
 
 def _low_bit(linear: nn.Linear, bits: int) -> nn.Module:

@@ -18,8 +18,8 @@ from moto.server import ThreadedMotoServer
 if not torch.cuda.is_available():  # read when Triton is first imported, which transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import reference  # noqa: E402
-import tiny_models  # noqa: E402
+import reference
+import tiny_models
 
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 

@@ -23,7 +23,12 @@ def segment(device: str, rng: torch.Generator, dtype: torch.dtype, *shape: int) 
 
 
 def scores(
-    query: torch.Tensor, own: Segment, lengths: torch.Tensor, prefix: Segment | None, groups: Groups | None, scale: float
+    query: torch.Tensor,
+    own: Segment,
+    lengths: torch.Tensor,
+    prefix: Segment | None,
+    groups: Groups | None,
+    scale: float,
 ) -> torch.Tensor:
     """The definition's log-sum-exp, (B, query heads, T), in float64."""
     out = torch.empty(query.shape[:3], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Mass, gather and the cheap products on a GPU against the CPU's versions, which are tested against their definitions."""
+"""Mass, gather and the cheap products on a GPU against the CPU's, which have definitions of their own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from std_core.kernels import gpu_gather, gpu_low_bit, gpu_mass, gpu_sparse_linear
+from std_core.kernels.attention import attend_chunk
 from std_core.kernels.gather import gather_entries
-from std_core.kernels.low_bit import GROUP, levels_of, unpacked
+from std_core.kernels.low_bit import GROUP, levels_of, low_bit_linear, pack, unpacked
 from std_core.kernels.mass import attention_mass
 from std_core.kernels.sparse_linear import sparse_linear
 
@@ -116,3 +118,22 @@ def test_a_product_is_spread_over_its_input_channels(device: str, bits: int) -> 
     packed = gpu_low_bit.pack(weight.to(device), bits)
     want = x @ unpacked(*levels_of(weight, bits), bits).T
     torch.testing.assert_close(gpu_low_bit.low_bit_linear(x.to(device), packed, None).cpu(), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_of_prefill_goes_to_the_fused_kernels(dtype: torch.dtype) -> None:
+    """By shapes alone, on a GPU that is not there: PyTorch's operators take what they are given."""
+    with FakeTensorMode():
+        query = torch.empty(1, 28, 50, 128, dtype=dtype, device="cuda")
+        past, new = ((torch.empty(1, 4, n, 128, dtype=dtype, device="cuda"),) * 2 for n in (300, 50))
+        out, lse = attend_chunk(query, [past], new, 0.1)
+    assert out.shape == query.shape and out.dtype == dtype
+    assert lse.shape == query.shape[:3] and lse.dtype == torch.float32
+
+
+def test_a_4_bit_product_goes_to_pytorchs_kernel() -> None:
+    with FakeTensorMode():
+        weight, x = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((3584, 18944), (8, 18944)))
+        packed = pack(weight, 4)
+        assert packed.weight.dtype == torch.int32 and packed.weight.numel() * 8 == weight.numel()
+        assert low_bit_linear(x, packed, None).shape == (8, 3584)

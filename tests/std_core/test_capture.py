@@ -6,16 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_grid
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tiny_models
 from std_core import batch
 from std_core.capture import Body, Replay, pool_bytes
-from std_core.decode import Round, Slots
+from std_core.decode import Round, Slots, decode_round, draft
 from std_core.engine import Engine
 from std_core.kernels.attention import SPLIT
 from std_core.kernels.devices import TRITON
@@ -125,6 +128,19 @@ def test_a_recorded_round_asks_the_host_for_nothing(
     got = {r.request_id: r.token_ids for r in llama.run(asked, draft, mode=mode)}
     assert got == want
     assert 0 < stand_in.recorded <= stand_in.replayed
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_no_family_asks_the_host(family: str, families: Callable[[str], Path], stand_in: StandIn) -> None:
+    """One drafted round of each, under the guard."""
+    model = Engine.load(str(families(family))).model
+    slots = gpu_grid.filled(model, 1, 80)
+    slots.ahead = 2
+    with torch.inference_mode():
+        body = partial(decode_round, model, slots, partial(draft, model), 1)
+        with NoHost():
+            done = body()
+    assert done.kept.tolist() in ([1], [2])
 
 
 def test_the_guard_sees_what_waits() -> None:

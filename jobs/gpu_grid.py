@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from gpu_shapes import Shape
 
+from std_core.bending import Bends
 from std_core.cache import Cache, ChunkStep
 from std_core.capture import Captured, pool_bytes, recorder_of
 from std_core.decode import Round, Slots, decode_round, draft, look_up
@@ -88,6 +89,7 @@ def measure(
     slots = filled(model, size.slots, context)
     captured = Captured(slots, recorder) if (recorder := recorder_of(model)) else None
     slots.ahead = max(size.gammas) + 1 if captured else 0
+    slots.bends = Bends.of(slots.rules, slots.vocabulary, model.device)
 
     def timed(gamma: int, drafter: Model | None) -> float:
         _begin(slots, context)  # eleven rounds of nine tokens at most: within the room of a caption

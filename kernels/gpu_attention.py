@@ -64,16 +64,17 @@ class _Part:
     block_n: int
 
     @classmethod
-    def of(cls, segment: Segment, queries: int, step: int) -> _Part:
-        """queries: packed ones of a row or prefix; step: entries of a split, 0 if the used length decides."""
+    def of(cls, segment: Segment, busy: int, queries: int, step: int) -> _Part:
+        """busy: rows or prefixes that have something to attend to, at most; queries: packed ones of each; step: entries
+        of a split, 0 if the used length decides."""
         exact = segment[0].dtype == torch.float32  # plain multiply-adds: a large tile would not fit the registers
         block_m = min(max(16, triton.next_power_of_2(queries)), 32 if exact else 128)
         tiles = triton.cdiv(queries, block_m)
-        count, heads, capacity, _ = segment[0].shape
+        _, heads, capacity, _ = segment[0].shape
         if step:
             splits = triton.cdiv(capacity, step)
         else:
-            splits = min(PROGRAMS // (count * heads * tiles), triton.cdiv(capacity, SMALLEST))
+            splits = min(PROGRAMS // (busy * heads * tiles), triton.cdiv(capacity, SMALLEST))
         return cls(tiles, max(1, splits), block_m, 32 if exact else 64)
 
 
@@ -89,10 +90,12 @@ def _attend(
     rows, heads, width, dim = query.shape
     group = heads // own[0].shape[1]
     shares = groups is not None and len(groups.members) > 0 and prefix is not None
-    parts = [_Part.of(own, group * width, step)]
+    parts = [_Part.of(own, rows, group * width, step)]
     if shares:
         assert prefix is not None and groups is not None
-        parts.append(_Part.of(prefix, groups.members.shape[1] * group * width, step))
+        count, share = groups.members.shape
+        busy = min(count, rows - share + 1)  # some prefix has `share` rows: so many are left for others
+        parts.append(_Part.of(prefix, busy, share * group * width, step))
     total = sum(part.splits for part in parts)
     out = torch.empty(rows, heads, width, total, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(rows, heads, width, total, dtype=torch.float32, device=query.device)
@@ -183,7 +186,7 @@ def _merge(
     return out, whole
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "first", "total"])
 def _attend_split(
     query, key, value, lengths, members, prefix, rank, out, lse, scale,
     q_row, q_head, q_token, k_row, k_head, k_entry, v_row, v_head, v_entry, splits, first, total,
@@ -249,7 +252,7 @@ def _attend_split(
     tl.store(out + to[:, None] * DIM + d[None, :], taken / whole[:, None], mask=keep[:, None] & (d[None, :] < DIM))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own", "total"])
 def _merge_splits(
     part, lse, prefix, out, whole, own, total,
     PER_ROW: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,

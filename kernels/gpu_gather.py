@@ -30,7 +30,7 @@ def gather_entries(cache: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gather(
     cache, chosen, out, head_stride, entry_stride, dim_stride, chosen_head, chosen_place, count,
     DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -77,7 +77,7 @@ def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     return part.sum(0).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
     x, weight, scale, part, rows, channels, outputs,
     BITS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

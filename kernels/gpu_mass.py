@@ -42,7 +42,7 @@ def attention_mass(query: torch.Tensor, key: torch.Tensor, logsumexp: torch.Tens
     return out.view(*key.shape[:-1])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["text", "visual"])
 def _mass(
     query, key, logsumexp, out, scale, q_row, q_head, q_token, k_row, k_head, k_entry, text, visual,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -54,7 +54,7 @@ def sparse_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return y.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _active(x, order, count, threshold, rows, channels, BLOCK: tl.constexpr):
     """Lists the channels whose magnitude is above the threshold in any row, in their order."""
     found = 0
@@ -71,7 +71,7 @@ def _active(x, order, count, threshold, rows, channels, BLOCK: tl.constexpr):
     tl.store(count, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
     x, weight, order, count, part, threshold, rows, channels, outputs, w_out, w_in,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from std_core.bending import Bends
 from std_core.capture import Captured, recorder_of
 from std_core.checkpoint import Inputs
 from std_core.decode import Drafting, Round, Slots, View, decode_round, draft, look_up, unverified_round
@@ -90,6 +91,7 @@ class Batch:
         slots, device = self.slots, self.model.device
         rules = [row.rule if row is not None else None for row in self.rows]
         slots.rules, slots.draws = rules, Draws.of(rules, slots.generator)
+        slots.bends = Bends.of(rules, slots.vocabulary, device) if slots.ahead else None
         slots.active = torch.tensor([row is not None for row in self.rows], device=device)
         most = max(len(rule.stop_ids) for rule in rules if rule is not None) if any(rules) else 0
         stops = [[*(rule.stop_ids if rule else ()), *[-1] * most][: max(most, 1)] or [-1] for rule in rules]

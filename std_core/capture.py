@@ -3,7 +3,7 @@
 A round waits for no length: lengths live on the device, kernels cover the caches' capacity, and the room that a row may
 ever need is made at its admission (`Slots.ahead`). A recording is bound to addresses: it is made per γ, number of slots
 and capacity of the caches, and the small tensors that change with who sits where are copied into ones that stay. What
-asks the host for something is not recorded: transformers' processors of logits, draws without a seed, refresh.
+asks the host for something is not recorded: draws without a seed, refresh, processors of logits that `Bends` lacks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from std_core.decode import Round, Slots
-from std_core.kernels.attention import SPLIT, Groups
+from std_core.kernels.attention import SPLIT
 from std_core.model import Model
 from std_core.types import Draft
 
@@ -54,10 +54,12 @@ class Captured:
             gamma: γ, and what else tells bodies of one shape apart.
         """
         slots = self.slots
-        if slots.draws.fresh or any(rule is not None and rule.processors for rule in slots.rules):
+        if slots.draws.fresh or slots.bends is None:
             return body()
         self._settle()
-        key = gamma, slots.groups.members.shape, slots.stop_ids.shape, slots.draws.sampled
+        # what a round's course depends on besides numbers on the device
+        shapes = [slots.groups.members.shape, slots.stop_ids.shape, slots.bends.stop_ids.shape]
+        key = (gamma, slots.draws.sampled, slots.bends.penalises, slots.bends.holds, slots.bends.cuts, *shapes)
         if key not in self._rounds:
             self._rounds[key] = None
             return body()
@@ -75,13 +77,15 @@ class Captured:
         if (capacity := (*caches, slots.history.shape[1])) != self._capacity:
             self._capacity = capacity
             self._rounds.clear()
-        slots.active = self._staying("active", slots.active)
-        slots.stop_ids = self._staying("stop_ids", slots.stop_ids)
-        slots.groups = Groups(**{name: self._staying(name, x) for name, x in vars(slots.groups).items()})
-        draws: dict[str, Any] = {
-            name: self._staying(name, getattr(slots.draws, name)) for name in ("seeds", "seeded", "unseeded")
-        }
-        slots.draws = replace(slots.draws, **draws)
+        for name in ("active", "stop_ids"):
+            setattr(slots, name, self._staying(name, getattr(slots, name)))
+        for name in ("groups", "draws", "bends"):
+            setattr(slots, name, self._all_staying(name, getattr(slots, name)))
+
+    def _all_staying(self, name: str, record: Any) -> Any:
+        """A frozen dataclass whose tensors stay where those of the first of their shape were."""
+        tensors = {field: x for field, x in vars(record).items() if isinstance(x, torch.Tensor)}
+        return replace(record, **{field: self._staying(f"{name}.{field}", x) for field, x in tensors.items()})
 
     def _staying(self, name: str, x: torch.Tensor) -> torch.Tensor:
         kept = self._stay.setdefault((name, x.shape), x)

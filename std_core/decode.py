@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from std_core.accept import accept_equal, accept_sampled
+from std_core.bending import Bends
 from std_core.cache import Cache, Look, RowsStep
 from std_core.kernels.attention import Groups
 from std_core.model import Model
@@ -43,6 +44,7 @@ class Slots:
     vocabulary: int
     view: View = "own"
     strict: int = 0  # tokens per row to which every verification is padded, if its shape is to be fixed
+    bends: Bends | None = None  # the rows' processors in tensors, where rounds are recorded
     ahead: int = 0  # entries that a round may write behind a row's: room made at admission. 0: rounds make their own
 
     @classmethod
@@ -82,6 +84,12 @@ class Slots:
         """(B, count) tokens of each row, up to the one `ahead` places behind its last."""
         places = self.total[:, None] + torch.arange(ahead - count, ahead, device=self.total.device)
         return self.history.gather(1, places.clamp(min=0))
+
+    def bent(self, logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Scores as each row's sampling has them; logits (B, T, vocabulary) behind `lengths` (B,) tokens."""
+        if self.bends is not None:
+            return self.bends.apply(logits, self.history, lengths)
+        return bend(logits, self.rules, self.history, lengths)
 
     def drafts_view(self, ahead: int) -> RowsStep:
         """Caches for a draft step whose first token stands `ahead` places behind a row's last."""
@@ -168,7 +176,7 @@ def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
         positions = slots.position[:, None] + torch.arange(i - back, i + 1, device=fed.device)
         logits = drafter.step(fed, positions, slots.drafts_view(i - back))[:, -1:]
         back = 0
-        scores = bend(logits, slots.rules, slots.history, slots.total + i)
+        scores = slots.bent(logits, slots.total + i)
         token = choose(scores, slots.draws, slots.written[:, None] + i)
         broken |= ~scores.gather(2, token[..., None])[:, 0, 0].isfinite()  # the maximum is NaN if anything is
         slots.history.scatter_(1, (slots.total + i)[:, None], token)
@@ -214,7 +222,7 @@ def verify(
     kv = RowsStep(slots.own, slots.length, slots.prefix, slots.groups, mirror, slots.strict > 0, look)
     logits = model.step(tokens, positions, kv)[:, :width]
     broken = ~logits.isfinite().all(-1).all(-1)
-    return bend(logits, slots.rules, slots.history, slots.total), broken
+    return slots.bent(logits, slots.total), broken
 
 
 def accept(slots: Slots, drafted: Drafted, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

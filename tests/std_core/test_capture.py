@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny_models
 from std_core import batch
+from std_core.bending import Bends
 from std_core.capture import Body, Replay, pool_bytes
 from std_core.decode import Round, Slots, decode_round, draft
 from std_core.engine import Engine
@@ -81,9 +82,9 @@ class StandIn:
 
 def addresses(slots: Slots) -> list[int]:
     caches = [x for cache in (slots.prefix, slots.own, slots.draft) for x in (*cache.key, *cache.value)]
-    small = [*vars(slots.groups).values(), slots.draws.seeds, slots.draws.seeded, slots.draws.unseeded]
-    rows = [x for x in vars(slots).values() if isinstance(x, torch.Tensor)]
-    return [x.data_ptr() for x in (*caches, *small, *rows)]
+    records = (slots, slots.groups, slots.draws, slots.bends)
+    small = [x for record in records for x in vars(record).values() if isinstance(x, torch.Tensor)]
+    return [x.data_ptr() for x in (*caches, *small)]
 
 
 @pytest.fixture
@@ -107,9 +108,10 @@ def llama(families: Callable[[str], Path]) -> Engine:
     return Engine.load(str(families("llama")), max_num_seqs=2)
 
 
+LIVELY = Sampling(5, temperature=0.8, top_k=20, top_p=0.9, seed=3)
 ASKED = [
     Request(f"{n}", " ".join(["red square", "blue circle moves", "the scene up", "left"][: 1 + n] * 22), sampling=s)
-    for n, s in enumerate((Sampling(7), Sampling(4), Sampling(5, temperature=0.8, seed=3)))
+    for n, s in enumerate((Sampling(7, 2, repetition_penalty=1.2), Sampling(4), LIVELY))
 ]
 
 
@@ -121,11 +123,10 @@ ASKED = [
 def test_a_recorded_round_asks_the_host_for_nothing(
     llama: Engine, request: pytest.FixtureRequest, draft: Draft | None, mode: Any
 ) -> None:
-    """And writes what the CPU's path writes: rows come and go, some draw with a seed."""
-    asked = [replace(r, sampling=replace(r.sampling, repetition_penalty=1.0, top_k=0, top_p=1.0)) for r in ASKED]
-    want = {r.request_id: r.token_ids for r in llama.run(asked, draft, mode=mode)}
+    """And writes what the CPU's path writes: rows come and go, some have processors or draw with a seed."""
+    want = {r.request_id: r.token_ids for r in llama.run(ASKED, draft, mode=mode)}
     stand_in: StandIn = request.getfixturevalue("stand_in")
-    got = {r.request_id: r.token_ids for r in llama.run(asked, draft, mode=mode)}
+    got = {r.request_id: r.token_ids for r in llama.run(ASKED, draft, mode=mode)}
     assert got == want
     assert 0 < stand_in.recorded <= stand_in.replayed
 
@@ -135,7 +136,7 @@ def test_no_family_asks_the_host(family: str, families: Callable[[str], Path], s
     """One drafted round of each, under the guard."""
     model = Engine.load(str(families(family))).model
     slots = gpu_grid.filled(model, 1, 80)
-    slots.ahead = 2
+    slots.ahead, slots.bends = 2, Bends.of(slots.rules, slots.vocabulary, model.device)
     with torch.inference_mode():
         body = partial(decode_round, model, slots, partial(draft, model), 1)
         with NoHost():
@@ -157,9 +158,9 @@ def test_the_guard_sees_what_waits() -> None:
             waits()
 
 
-def test_rows_with_processors_are_not_recorded(llama: Engine, stand_in: StandIn) -> None:
-    """transformers' processors want the ids of each row, and get them."""
-    asked = [replace(ASKED[1], sampling=Sampling(3, repetition_penalty=1.3))]
+def test_draws_without_a_seed_are_not_recorded(llama: Engine, stand_in: StandIn) -> None:
+    """A generator's state is the host's."""
+    asked = [replace(ASKED[1], sampling=Sampling(3, temperature=1.0))]
     assert all(r.error is None for r in llama.run(asked, None))
     assert stand_in.recorded == 0
 

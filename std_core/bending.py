@@ -43,7 +43,9 @@ class Bends:
         most = max(map(len, stops))
         numbers = [torch.tensor(x, dtype=torch.float32, device=device) for x in (penalty, temperature, tail)]
         counts = [torch.tensor(x, device=device) for x in (least, top_k)]
-        padded = torch.tensor([[*ids, *[vocabulary] * (most - len(ids))] for ids in stops], device=device)
+        padded = torch.tensor(
+            [[*ids, *[vocabulary] * (most - len(ids))] for ids in stops], dtype=torch.long, device=device
+        )
         return cls(
             numbers[0],
             counts[0],

@@ -97,7 +97,8 @@ class Captured:
 def pool_bytes(
     entry_bytes: int, slots: int, prompt: int, shared: int, visual: int, limit: int, draft: Draft | None
 ) -> int:
-    """Bytes of the caches of `slots` rows, each with a bucket's longest request: what a plan holds to free memory.
+    """Bytes of the caches of `slots` rows, each with a bucket's longest request: what a plan holds to free memory. Not
+    among them are those of a second model, and the numbers that a step works on.
 
     Args:
         entry_bytes: of one token's keys and values in all layers.

@@ -41,7 +41,7 @@ def scores(
     return out
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(
     st.sampled_from(list(TOLERANCE)),
     HEADS,

@@ -35,27 +35,25 @@ def compiled(self, *args, grid, warmup, **kwargs):
 
 JITFunction.run = compiled
 driver.set_active(Absent())
-for dtype in (torch.bfloat16, torch.float32):
-    def numbers(*shape): return torch.zeros(*shape, dtype=dtype)
-    groups, lengths = Groups.of([1, 1], [10, 333]), torch.tensor([3, 250])
-    for heads, kv_heads, width, dim in ((28, 4, 8, 128), (8, 4, 1, 80)):
-        own, shared = (2 * (numbers(2, kv_heads, 512, dim),) for _ in range(2))
-        for fixed in (False, True):
-            gpu_attention.attend_rows(numbers(2, heads, width, dim), own, lengths, shared, groups, 0.1, fixed)
-    gpu_mass.attention_mass(numbers(28, 40, 128), numbers(4, 300, 128), torch.zeros(28, 40), 0.1)
-    gpu_gather.gather_entries(numbers(4, 300, 128), torch.zeros(4, 50, dtype=torch.long))
-    gpu_sparse_linear.sparse_linear(numbers(8, 3584), numbers(512, 3584), None, 0.5)
-    for bits in (8, 4):
-        gpu_low_bit.low_bit_linear(numbers(8, 3584), gpu_low_bit.pack(numbers(512, 3584), bits), None)
+def numbers(*shape): return torch.zeros(*shape, dtype=getattr(torch, sys.argv[2]))
+groups, lengths = Groups.of([1, 1], [10, 333]), torch.tensor([3, 250])
+for heads, kv_heads, width, dim, fixed in ((28, 4, 8, 128, False), (8, 4, 1, 80, True)):
+    own, shared = (2 * (numbers(2, kv_heads, 512, dim),) for _ in range(2))
+    gpu_attention.attend_rows(numbers(2, heads, width, dim), own, lengths, shared, groups, 0.1, fixed)
+gpu_mass.attention_mass(numbers(28, 40, 128), numbers(4, 300, 128), torch.zeros(28, 40), 0.1)
+gpu_gather.gather_entries(numbers(4, 300, 128), torch.zeros(4, 50, dtype=torch.long))
+gpu_sparse_linear.sparse_linear(numbers(8, 3584), numbers(512, 3584), None, 0.5)
+for bits in (8, 4):
+    gpu_low_bit.low_bit_linear(numbers(8, 3584), gpu_low_bit.pack(numbers(512, 3584), bits), None)
 print(made)
 """
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_compile(arch: int) -> None:
+@pytest.mark.parametrize(("arch", "dtype"), [(80, "bfloat16"), (90, "float32")])
+def test_kernels_compile(arch: int, dtype: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(arch)], env=environment, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", COMPILE, str(arch), dtype], env=environment, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     shared = ast.literal_eval(done.stdout.splitlines()[-1])

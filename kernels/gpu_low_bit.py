@@ -21,7 +21,8 @@ PROGRAMS = 256  # that a product is spread over where it has too few output chan
 
 def pack(weight: torch.Tensor, bits: int) -> Packed:
     """See `low_bit.pack`."""
-    packed = pack_plainly(*levels_of(weight, bits), bits)
+    levels, scale = levels_of(weight, bits)
+    packed = pack_plainly(levels, scale, bits)
     if bits == 4 and (tiles := _tiles(weight)):
         return Packed(torch.ops.aten._convert_weight_to_int4pack(packed.weight, tiles), packed.scale, bits)
     return packed

@@ -20,10 +20,10 @@ import sys
 from importlib.machinery import PathFinder
 ABSENT = {"ray", "fsspec", "s3fs", "av", "decord", "accelerate", "torchvision", "rich", "PIL", "matplotlib", "pytest"}
 
-class Fewer:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        return None if name.split(".")[0] in ABSENT else PathFinder.find_spec(name, path, target)
+class Fewer(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in ABSENT else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Fewer
 sys.path.insert(0, "jobs")

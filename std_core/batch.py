@@ -135,17 +135,22 @@ class Batch:
 
     def _decoded(self) -> Round:
         self.rounds += 1
-        if self.draft is not None and self.draft.refresh and self.rounds % self.draft.refresh == 0:
-            look = look_of(self.rows, self.slots, self.gamma + 1)
-            done = decode_round(self.model, self.slots, self._drafting(), self.gamma, look)
-            if look is not None:
-                reselect(self.draft, self.slots, self.rows, look)
-            return done
+        drafting = self._drafting()
         if self.mode == "sparse":
-            one = partial(unverified_round, self.slots, self._drafting(), self.gamma)
+            one = partial(unverified_round, self.slots, drafting, self.gamma)
+        elif self.draft is not None and self.draft.refresh and self.rounds % self.draft.refresh == 0:
+            return self._looking(self.draft, drafting)
         else:
-            one = partial(decode_round, self.model, self.slots, self._drafting(), self.gamma)
+            one = partial(decode_round, self.model, self.slots, drafting, self.gamma)
         return self.captured.round(self.gamma, one) if self.captured else one()
+
+    def _looking(self, draft: Draft, drafting: Drafting) -> Round:
+        """A round behind which drafts choose again."""
+        look = look_of(self.rows, self.slots, self.gamma + 1)
+        done = decode_round(self.model, self.slots, drafting, self.gamma, look)
+        if look is not None:
+            reselect(draft, self.slots, self.rows, look)
+        return done
 
     def _drafting(self) -> Drafting:
         if self.draft is not None and self.draft.policy == "ngram":

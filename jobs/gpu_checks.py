@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,19 +48,19 @@ def _kernels(device: str, tiny: bool) -> Iterator[Check]:
     dtypes = [torch.float32] if tiny else [torch.bfloat16, torch.float16, torch.float32]
     for shape, dtype, width, fixed in _row_cases(tiny):
         what = f"{shape[0]}/{shape[1]} heads of {shape[2]}, T={width}, {str(dtype)[6:]}"
-        yield f"rows {what}, {fixed=}", lambda a=(device, shape, dtype, width, tiny, fixed): _rows(*a)
+        yield f"rows {what}, {fixed=}", partial(_rows, device, shape, dtype, width, tiny, fixed)
     for dtype in dtypes:
         short = str(dtype)[6:]
         size = (2, 1, 9, 64, 32) if tiny else (28, 4, 40, 4096, 128)
-        yield f"mass {short}", lambda a=(device, dtype, size): _mass(*a)
-        yield f"chunk {short}", lambda a=(device, dtype, size): _chunk(*a)
+        yield f"mass {short}", partial(_mass, device, dtype, size)
+        yield f"chunk {short}", partial(_chunk, device, dtype, size)
         for bits in (8, 4):
             sizes = (32, 64) if tiny else (3584, 18944)
-            yield f"int{bits} product, {short}", lambda a=(device, dtype, bits, sizes): _low_bit(*a)
-            yield f"int{bits} Triton product, {short}", lambda a=(device, dtype, bits, sizes): _low_bit(*a, own=True)
-        yield f"sparse product, {short}", lambda a=(device, dtype, sizes): _sparse(*a)
-    yield "gather", lambda: _gather(device)
-    yield "fixed splits: bits differ", lambda: _fixed(device, dtypes[0])
+            yield f"int{bits} product, {short}", partial(_low_bit, device, dtype, bits, sizes)
+            yield f"int{bits} Triton product, {short}", partial(_low_bit, device, dtype, bits, sizes, own=True)
+        yield f"sparse product, {short}", partial(_sparse, device, dtype, sizes)
+    yield "gather", partial(_gather, device)
+    yield "fixed splits: bits differ", partial(_fixed, device, dtypes[0])
 
 
 def _row_cases(tiny: bool) -> list[tuple[tuple[int, int, int], torch.dtype, int, bool]]:
@@ -74,9 +75,9 @@ def _row_cases(tiny: bool) -> list[tuple[tuple[int, int, int], torch.dtype, int,
 
 def _tokens(device: str, tiny: bool) -> Iterator[Check]:
     for name, draft in {"std": DRAFTS["std"]}.items() if tiny else DRAFTS.items():
-        yield f"tokens, {name} against generate", lambda d=draft: _against_generate(device, d, tiny)
+        yield f"tokens, {name} against generate", partial(_against_generate, device, draft, tiny)
     if not tiny:
-        yield "tokens, strict bfloat16 against its dense loop", lambda: _strict(device)
+        yield "tokens, strict bfloat16 against its dense loop", partial(_strict, device)
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -111,7 +112,7 @@ def _rows(device: str, shape: tuple[int, int, int], dtype: torch.dtype, width: i
     of_row = tuple(x[groups.prefix.clamp(min=0)] for x in prefix)
     seen = torch.where(groups.prefix >= 0, groups.lengths[groups.prefix.clamp(min=0)], 0)
     sees = torch.arange(prefix_n, device=device) < seen[:, None, None]
-    want, whole = attention.merge(one, _dense(query, of_row, sees.expand(-1, width, -1), dim**-0.5))  # type: ignore[arg-type]
+    want, whole = attention.merge(one, _dense(query, of_row, sees.expand(-1, width, -1), dim**-0.5))
     return max(_off(out, want), _off(lse, whole))
 
 
@@ -135,7 +136,7 @@ def _chunk(device: str, dtype: torch.dtype, size: tuple[int, ...]) -> float:
     out, lse = attention.attend_chunk(query, [before], new, dim**-0.5)
     sees = torch.ones(1, text, past + text, dtype=torch.bool, device=device).tril(past)
     joined = tuple(torch.cat(pair, dim=2) for pair in zip(before, new, strict=True))
-    want, whole = _dense(query, joined, sees, dim**-0.5)  # type: ignore[arg-type]
+    want, whole = _dense(query, joined, sees, dim**-0.5)
     return max(_off(out, want), _off(lse, whole))
 
 

@@ -103,4 +103,5 @@ def small_llama(device: str, dtype: torch.dtype) -> Any:
     """A text model that says many different things, for checks of tokens against `generate`."""
     sizes = _text(64, 128, 2, (4, 2), 96, {}) | {"initializer_range": 0.2}
     torch.manual_seed(5)
-    return LlamaForCausalLM(LlamaConfig(**sizes)).to(device, dtype).eval()
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
+    return model.to(device, dtype).eval()

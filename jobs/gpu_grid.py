@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_shapes import Shape
+from triton.errors import TritonError
 
+from gpu_shapes import Shape
 from std_core.bending import Bends
 from std_core.cache import Cache, ChunkStep
 from std_core.capture import Captured, pool_bytes, recorder_of
@@ -160,6 +161,7 @@ def filled(model: Model, count: int, context: int) -> Slots:
     slots.history.random_(1, model.vocabulary)
     slots.active.fill_(True)
     slots.groups = Groups.of(list(range(count)), [shared] * count, model.device, fixed=True)
+    _begin(slots, context)
     return slots
 
 
@@ -233,5 +235,8 @@ def grid(
         elif not fits(model, size, context, device):
             yield context, "does not fit the memory"
         else:
-            point = measure(model, drafters, size, context, peak, device)
-            yield context, point | {"shares": shares(model, shape, size, point, device)}
+            try:
+                point = measure(model, drafters, size, context, peak, device)
+                yield context, point | {"shares": shares(model, shape, size, point, device)}
+            except (RuntimeError, TritonError) as failure:  # out of memory, say: other contexts are still told
+                yield context, str(failure).splitlines()[0]

@@ -15,12 +15,12 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import gpu_checks
-import gpu_grid
-import gpu_shapes
 import torch
 import triton
 
+import gpu_checks
+import gpu_grid
+import gpu_shapes
 from pipeline.config import parse_flags
 from pipeline.types import UsageError
 from std_core.kernels import gpu_flash

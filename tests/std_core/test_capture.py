@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gpu_grid
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gpu_grid
 import tiny_models
 from std_core import batch
 from std_core.bending import Bends

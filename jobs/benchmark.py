@@ -16,12 +16,11 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
 
 from pipeline.config import nearest
-from pipeline.job import guarded
 from pipeline.types import UsageError
 
 
 def main(argv: list[str]) -> int:
-    """Imports the suite only now: each brings its own dependencies."""
+    """Imports the suite only now: each brings its own dependencies, and the suite `gpu` next to none."""
     known = sorted(path.stem for path in Path(__file__).with_name("suites").glob("*.py"))
     words = [word for a in argv for word in (a.split("=", 1) if a.startswith("--suite=") else [a])]
     if "--suite" not in words[:-1]:
@@ -35,5 +34,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _guarded(argv: list[str]) -> int:
+    """Exit code 2 and a sentence for what is wrong with the command line or the machine, 1 where it was stopped."""
+    try:
+        return main(argv)
+    except UsageError as error:
+        code, why = 2, str(error)
+    except KeyboardInterrupt:
+        code, why = 1, "stopped"
+    print(f"{Path(__file__).name}: {' '.join(why.split())}", file=sys.stderr, flush=True)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(guarded(Path(__file__).name, lambda: main(sys.argv[1:])))
+    sys.exit(_guarded(sys.argv[1:]))

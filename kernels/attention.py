@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from std_core.kernels import cpu
+from std_core.kernels.devices import TRITON
 
 Segment = tuple[torch.Tensor, torch.Tensor]  # keys, values
 SPLIT = 512  # entries that are reduced together; PyTorch's CPU kernel has the same number built in
@@ -70,6 +71,10 @@ def attend_rows(
 ) -> Segment:
     """(B, query heads, T, d), and the log-sum-exp of all scores, (B, query heads, T) float32; `own` already holds the T
     new tokens, `lengths` (B,) counts what lies before them."""
+    if query.device.type in TRITON:
+        from std_core.kernels import gpu_attention
+
+        return gpu_attention.attend_rows(query, own, lengths, prefix, groups, scale, fixed)
     if groups is None or not len(groups.members):
         prefix = None
     if _in_one(query, own, prefix):
@@ -204,11 +209,15 @@ def flash(
     causal: bool = False,
 ) -> Segment:
     """One segment's attention and its log-sum-exp: on a CPU PyTorch's fused kernel, whose public function keeps the
-    latter to itself; elsewhere the plain products."""
+    latter to itself, and on a GPU those there; elsewhere the plain products."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=bias, scale=scale
         )
+    if query.device.type == "cuda" and bias is None:
+        from std_core.kernels import gpu_flash
+
+        return gpu_flash.flash(query, key, value, scale, causal)
     scores = (query @ key.transpose(-1, -2)).float() * scale
     if causal:
         bias = torch.full(scores.shape[-2:], float("-inf"), device=query.device).triu(1)

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import torch
 
+from std_core.kernels.devices import TRITON
+
 
 def gather_entries(cache: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    if cache.device.type in TRITON:
+        from std_core.kernels import gpu_gather
+
+        return gpu_gather.gather_entries(cache, chosen)
     return cache.gather(1, chosen[..., None].expand(-1, -1, cache.shape[-1]))

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from std_core.kernels import cpu
+from std_core.kernels.devices import TRITON
 
 GROUP = 32  # input channels that share a scale at 4 bits
 ACTIVATIONS = 128  # input channels of a row that share a scale in the C++ product
@@ -32,7 +33,7 @@ class Packed:
         torch.Tensor
     )  # 8 bits: (out,); 4 bits: (out, groups), or PyTorch's (groups, out, 2) with the value of level 8
     bits: int
-    by: Literal["cpp", "pytorch", "plain"]
+    by: Literal["cpp", "pytorch", "plain", "triton"] = "triton"
 
     @property
     def nbytes(self) -> int:
@@ -47,14 +48,23 @@ def packable(weight: torch.Tensor, bits: int) -> bool:
 
 
 def pack(weight: torch.Tensor, bits: int) -> Packed:
+    if weight.device.type in TRITON:
+        from std_core.kernels import gpu_low_bit
+
+        return gpu_low_bit.pack(weight, bits)
     if cpu.serves(f"int{bits}", weight):
         return _packed_for_cpp(weight, bits)
-    levels, scale = (_levels8 if bits == 8 else _levels4)(weight.float())
-    scale = scale.to(weight.dtype)
+    levels, scale = levels_of(weight, bits)
     if weight.device.type == "cpu":
         stored = levels if bits == 8 else torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
         return Packed(stored, scale, bits, "pytorch")
     return Packed(unpacked(levels, scale, bits).to(weight.dtype), scale, bits, "plain")
+
+
+def levels_of(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, in) levels, and scales of the weight's type."""
+    levels, scale = (_levels8 if bits == 8 else _levels4)(weight.float())
+    return levels, scale.to(weight.dtype)
 
 
 def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
@@ -66,6 +76,10 @@ def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tens
 
 
 def low_bit_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    if x.device.type in TRITON:
+        from std_core.kernels import gpu_low_bit
+
+        return gpu_low_bit.low_bit_linear(x, packed, bias)
     flat = x.flatten(0, -2)
     if packed.by == "cpp":
         return _by_cpp(flat, packed, bias).unflatten(0, x.shape[:-1])

@@ -12,8 +12,14 @@ from __future__ import annotations
 
 import torch
 
+from std_core.kernels.devices import TRITON
+
 
 def attention_mass(query: torch.Tensor, key: torch.Tensor, logsumexp: torch.Tensor, scale: float) -> torch.Tensor:
+    if query.device.type in TRITON:
+        from std_core.kernels import gpu_mass
+
+        return gpu_mass.attention_mass(query, key, logsumexp, scale)
     text, kv_heads = query.shape[-2], key.shape[-3]
     packed = query.unflatten(-3, (kv_heads, -1)).flatten(-3, -2)
     scores = (packed @ key.transpose(-1, -2)).float().mul_(scale)

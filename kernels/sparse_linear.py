@@ -1,7 +1,7 @@
 """A projection that computes with the largest of its input channels alone (activation sparsity, TEAL).
 
-    sparse_linear(x, turned, threshold) -> y
-    turned(weight) -> the weight as that takes it, a copy, or None where nothing would read less
+    sparse_linear(x, weight, bias, threshold) -> y
+    laid_out(weight) -> the weight as that reads least of it
 
 x: (…, in); weight: (out, in); channels whose magnitude is not above the threshold count as 0. The weights of a channel
 that no row of x activates are not read; with more than `FEW` rows hardly one is left out, and the plain product of
@@ -11,31 +11,42 @@ that no row of x activates are not read; with more than `FEW` rows hardly one is
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from std_core.kernels import cpu
+from std_core.kernels.devices import TRITON
 
 FEW = 4  # rows; at 4 sequences 92% of the weights are active (Crossover §4)
 OUTPUTS = 32  # the C++ product sums so many outputs at a time
 
 
-def turned(weight: torch.Tensor) -> torch.Tensor | None:
-    """(in, out): a channel's weights in one piece."""
-    fits = weight.shape[0] % OUTPUTS == 0 and cpu.serves("sparse", weight)
-    return weight.T.contiguous() if fits else None
+def sparse_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threshold: float) -> torch.Tensor:
+    if x.device.type in TRITON:
+        from std_core.kernels import gpu_sparse_linear
 
-
-def sparse_linear(x: torch.Tensor, turned: torch.Tensor, threshold: float) -> torch.Tensor:
+        return gpu_sparse_linear.sparse_linear(x, weight, bias, threshold)
+    if not (_served(weight) and weight.T.is_contiguous() and reads_less(x)):
+        return F.linear(sparsified(x, threshold), weight, bias)
     x = x.contiguous()
-    width, out = turned.shape
+    out, width = weight.shape
     y = x.new_empty(*x.shape[:-1], out)
-    tensors = x.data_ptr(), turned.data_ptr(), y.data_ptr()
+    tensors = x.data_ptr(), weight.data_ptr(), y.data_ptr()
     cpu.call("sparse", x.dtype, *tensors, x.numel() // width, width, out, threshold, torch.get_num_threads())
-    return y
+    return y if bias is None else y + bias
 
 
-def few(x: torch.Tensor) -> bool:
-    """Whether so few rows activate part of the channels only."""
-    return x.numel() // x.shape[-1] <= FEW
+def laid_out(weight: torch.Tensor) -> torch.Tensor:
+    """The weight, its shape as before, with the numbers of an input channel side by side where that is read: a copy."""
+    return weight.T.contiguous().T if weight.device.type in TRITON or _served(weight) else weight
+
+
+def reads_less(x: torch.Tensor) -> bool:
+    """Whether so few rows leave channels out."""
+    return x.device.type in TRITON or x.numel() // x.shape[-1] <= FEW
+
+
+def _served(weight: torch.Tensor) -> bool:
+    return weight.shape[0] % OUTPUTS == 0 and cpu.serves("sparse", weight)
 
 
 def sparsified(x: torch.Tensor, threshold: float) -> torch.Tensor:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from std_core.bending import Bends
+from std_core.capture import Captured, recorder_of
 from std_core.checkpoint import Inputs
-from std_core.decode import Round, Slots, View, decode_round, draft, look_up, unverified_round
+from std_core.decode import Drafting, Round, Slots, View, decode_round, draft, look_up, unverified_round
 from std_core.kernels.attention import Groups
 from std_core.prefill import Pieces, Prefill
 from std_core.refresh import look_of, reselect
@@ -50,6 +52,8 @@ class Batch:
             engine, self.slots, draft, prepare, lambda: (row for row in self.rows if row is not None)
         )
         self.rounds = 0
+        self.captured = Captured(self.slots, recorder) if (recorder := recorder_of(self.model)) else None
+        self.slots.ahead = max(self.gamma + 1, engine.strict) if self.captured else 0
 
     def through(self, waiting: Iterator[Request | None]) -> Iterator[Result]:
         admission: Pieces | None = None
@@ -104,36 +108,39 @@ class Batch:
         slots, device = self.slots, self.model.device
         rules = [row.rule if row is not None else None for row in self.rows]
         slots.rules, slots.draws = rules, Draws.of(rules, slots.generator)
+        slots.bends = Bends.of(rules, slots.vocabulary, device) if slots.ahead else None
         slots.active = torch.tensor([row is not None for row in self.rows], device=device)
         most = max(len(rule.stop_ids) for rule in rules if rule is not None) if any(rules) else 0
         stops = [[*(rule.stop_ids if rule else ()), *[-1] * most][: max(most, 1)] or [-1] for rule in rules]
         slots.stop_ids = torch.tensor(stops, device=device)
         prefix_of_row = [row.prefix if row is not None else -1 for row in self.rows]
         lengths = [p.length for p in self.prefill.prefixes]
-        slots.groups = Groups.of(prefix_of_row, lengths, device, bool(self.engine.strict))
+        slots.groups = Groups.of(prefix_of_row, lengths, device, bool(self.engine.strict or slots.ahead))
 
     # --------------------------------------------------------------------------------------------------- rounds
 
     def _round(self) -> Iterator[Result]:
         began = time.perf_counter()
-        tokens, kept, accepted, proposed, stopped, broken = (x.tolist() for x in vars(self._decoded()).values())
+        done = self._decoded().on_host()
         seated = sum(row is not None for row in self.rows)
         spent = (time.perf_counter() - began) / seated
         self.engine.counters.rounds += 1
         self.engine.counters.row_rounds += seated
         decode = self.engine.checkpoint.decode
         finished = []
-        for slot, row in enumerate(self.rows):
+        for slot, (row, (tokens, _, accepted, proposed, stopped, broken)) in enumerate(
+            zip(self.rows, done, strict=True)
+        ):
             if row is None:
                 continue
             row.decode_s += spent
-            row.written += tokens[slot][: kept[slot]]
-            row.accept_counts[accepted[slot] if self.mode != "sparse" else 0] += 1
-            row.proposed += proposed[slot] if self.mode != "sparse" else 0
-            if broken[slot]:
+            row.written += tokens
+            row.accept_counts[accepted if self.mode != "sparse" else 0] += 1
+            row.proposed += proposed if self.mode != "sparse" else 0
+            if broken:
                 why = f"the model gave no finite logits after {len(row.written)} tokens"
                 finished.append((slot, row.result("error", decode, RequestError("nan_logits", why))))
-            elif reason := row.ends(stopped[slot], decode):
+            elif reason := row.ends(stopped, decode):
                 finished.append((slot, row.result(reason, decode)))
         for slot, _ in finished:
             self.rows[slot] = None
@@ -145,20 +152,27 @@ class Batch:
 
     def _decoded(self) -> Round:
         self.rounds += 1
-        if self.draft is None:
-            return decode_round(self.model, self.slots, partial(draft, self.model), 0)
-        if self.draft.policy == "ngram":
-            return decode_round(self.model, self.slots, look_up, self.gamma)
-        drafting = partial(draft, self.engine.drafter(self.draft))
+        drafting = self._drafting()
         if self.mode == "sparse":
-            return unverified_round(self.slots, drafting, self.gamma)
-        look = None
-        if self.draft.refresh and self.rounds % self.draft.refresh == 0:
-            look = look_of(self.rows, self.slots, self.gamma + 1)
+            one = partial(unverified_round, self.slots, drafting, self.gamma)
+        elif self.draft is not None and self.draft.refresh and self.rounds % self.draft.refresh == 0:
+            return self._looking(self.draft, drafting)
+        else:
+            one = partial(decode_round, self.model, self.slots, drafting, self.gamma)
+        return self.captured.round(self.gamma, one) if self.captured else one()
+
+    def _looking(self, draft: Draft, drafting: Drafting) -> Round:
+        """A round behind which drafts choose again."""
+        look = look_of(self.rows, self.slots, self.gamma + 1)
         done = decode_round(self.model, self.slots, drafting, self.gamma, look)
         if look is not None:
-            reselect(self.draft, self.slots, self.rows, look)
+            reselect(draft, self.slots, self.rows, look)
         return done
+
+    def _drafting(self) -> Drafting:
+        if self.draft is not None and self.draft.policy == "ngram":
+            return look_up
+        return partial(draft, self.engine.drafter(self.draft) if self.draft else self.model)
 
 
 def _view_of(draft: Draft | None) -> View:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from std_core.accept import accept_equal, accept_sampled
+from std_core.bending import Bends
 from std_core.cache import Cache, Look, RowsStep
 from std_core.kernels.attention import Groups
 from std_core.model import Model
@@ -43,6 +44,8 @@ class Slots:
     vocabulary: int
     view: View = "own"
     strict: int = 0  # tokens per row to which every verification is padded, if its shape is to be fixed
+    bends: Bends | None = None  # the rows' processors in tensors, where rounds are recorded
+    ahead: int = 0  # entries that a round may write behind a row's: room made at admission. 0: rounds make their own
 
     @classmethod
     def empty(cls, model: Model, count: int, generator: torch.Generator, strict: int = 0) -> Slots:
@@ -82,6 +85,12 @@ class Slots:
         places = self.total[:, None] + torch.arange(ahead - count, ahead, device=self.total.device)
         return self.history.gather(1, places.clamp(min=0))
 
+    def bent(self, logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Scores as each row's sampling has them; logits (B, T, vocabulary) behind `lengths` (B,) tokens."""
+        if self.bends is not None:
+            return self.bends.apply(logits, self.history, lengths)
+        return bend(logits, self.rules, self.history, lengths)
+
     def drafts_view(self, ahead: int) -> RowsStep:
         """Caches for a draft step whose first token stands `ahead` places behind a row's last."""
         if self.view == "own":  # what is written here, the verification writes over
@@ -90,6 +99,8 @@ class Slots:
 
     def reserve(self, width: int) -> None:
         """Room for a round of `width` tokens; rejected ones and those of finished rows are written too."""
+        if self.ahead:  # it is there, and asking for lengths would wait for the device
+            return
         self.own.reserve(int(self.length.max()) + width)
         if self.view != "own":
             self.draft.reserve(int(self.draft_length.max()) + width)
@@ -119,6 +130,12 @@ class Round:
     proposed: torch.Tensor  # (B,) drafted tokens that had a chance: what lies behind a row's end does not count
     stopped: torch.Tensor  # (B,) bool: the last of them is a stop id
     broken: torch.Tensor  # (B,) bool: the full model gave no finite logits
+
+    def on_host(self) -> list[tuple[list[int], int, int, int, bool, bool]]:
+        """Row by row, its kept tokens first; in one transfer, the only thing of a round that waits for the device."""
+        numbers = torch.stack([x.long() for x in list(vars(self).values())[1:]], dim=1)
+        rows = torch.cat([self.tokens, numbers], dim=1).tolist()
+        return [(row[: row[-5]], *row[-5:-2], bool(row[-2]), bool(row[-1])) for row in rows]
 
 
 Drafting = Callable[[Slots, int], Drafted]
@@ -159,7 +176,7 @@ def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
         positions = slots.position[:, None] + torch.arange(i - back, i + 1, device=fed.device)
         logits = drafter.step(fed, positions, slots.drafts_view(i - back))[:, -1:]
         back = 0
-        scores = bend(logits, slots.rules, slots.history, slots.total + i)
+        scores = slots.bent(logits, slots.total + i)
         token = choose(scores, slots.draws, slots.written[:, None] + i)
         broken |= ~scores.gather(2, token[..., None])[:, 0, 0].isfinite()  # the maximum is NaN if anything is
         slots.history.scatter_(1, (slots.total + i)[:, None], token)
@@ -205,7 +222,7 @@ def verify(
     kv = RowsStep(slots.own, slots.length, slots.prefix, slots.groups, mirror, slots.strict > 0, look)
     logits = model.step(tokens, positions, kv)[:, :width]
     broken = ~logits.isfinite().all(-1).all(-1)
-    return bend(logits, slots.rules, slots.history, slots.total), broken
+    return slots.bent(logits, slots.total), broken
 
 
 def accept(slots: Slots, drafted: Drafted, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from std_core.fast import second_tree
 from std_core.kernels.low_bit import low_bit_linear, pack, packable
-from std_core.kernels.sparse_linear import few, sparse_linear, sparsified, turned
+from std_core.kernels.sparse_linear import laid_out, reads_less, sparse_linear, sparsified
 from std_core.model import Model
 from std_core.ranks import First, Gathered
 from std_core.types import Draft
@@ -89,12 +89,15 @@ class SparseLinear(nn.Module):
     def __init__(self, inner: Any, threshold: float, keep: float):
         super().__init__()
         self.inner, self.threshold, self.keep = inner, threshold, keep
-        self.turned = turned(inner.weight.detach()) if isinstance(inner, nn.Linear) else None
+        self.weight: torch.Tensor | None = None
+        if isinstance(inner, nn.Linear):
+            self.weight = laid_out(inner.weight.detach())
+            if inner.weight.device.type != "cpu":  # dense products there take either layout: no copy is kept
+                inner.weight.data = self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.turned is not None and few(x):
-            y = sparse_linear(x, self.turned, self.threshold)
-            return y if self.inner.bias is None else y + self.inner.bias
+        if self.weight is not None and reads_less(x):
+            return sparse_linear(x, self.weight, self.inner.bias, self.threshold)
         return self.inner(sparsified(x, self.threshold))
 
 

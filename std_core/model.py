@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import dispatch_model
 from safetensors import SafetensorError
 from transformers import AttentionInterface, GgufConfig
 
@@ -135,6 +134,8 @@ class Model:
         if lacking := sorted(read["missing_keys"]):
             raise ValueError(f"model {checkpoint.path!r} lacks {len(lacking)} weights, {lacking[0]} among them")
         if len(devices) > 1:  # accelerate's hooks move what passes from one layer to the next
+            from accelerate import dispatch_model
+
             return cls(dispatch_model(hf, spread(hf, devices), force_hooks=True))
         if ranks.size > 1:
             return cls(localized(hf, devices[0], ranks), ranks)

@@ -95,6 +95,8 @@ class Prefill:
         began = time.perf_counter()
         prompt = self._prompt(request)
         length, inputs = prompt.length, prompt.inputs
+        limit = min(request.sampling.max_tokens, self.engine.checkpoint.max_model_len - length)
+        self._make_room(prompt, limit)
         rule = settle(self.model.hf, request.sampling, prompt.ids)
         prefix, vision_s = -1, 0.0
         if inputs.cut:
@@ -109,7 +111,7 @@ class Prefill:
             prefix=prefix,
             prompt=length,
             visual=len(inputs.visual),
-            limit=min(request.sampling.max_tokens, self.engine.checkpoint.max_model_len - length),
+            limit=limit,
             kv_keep=held / length * self._layers_read,
             weight_keep=self.engine.weight_keep(self.draft),
             vision_s=vision_s,
@@ -130,6 +132,22 @@ class Prefill:
         if inputs.cut == len(ids):
             raise RequestError("invalid_request", "the prompt ends with a visual token: there is no question behind it")
         return _Prompt(request, inputs, ids, *self.model.place(inputs))
+
+    def _make_room(self, prompt: _Prompt, limit: int) -> None:
+        """For all that a row may ever write, where rounds make no room of their own."""
+        slots, spare = self.slots, limit + self.slots.ahead
+        if slots.ahead:
+            slots.own.reserve(prompt.length - prompt.inputs.cut + spare)
+            slots.reserve_history(prompt.length + spare)
+            if slots.view != "own":
+                slots.draft.reserve(self._held(prompt) + spare)
+
+    def _held(self, prompt: _Prompt) -> int:
+        """Entries per layer and KV head that a draft's view of a prompt holds."""
+        assert self.draft is not None
+        visual = len(prompt.inputs.selectable)
+        kept = self.draft.budget(visual) if visual and self.draft.policy != "full" else visual
+        return prompt.length - visual + kept
 
     # ---------------------------------------------------------------------------------------------------- prefixes
 
@@ -232,7 +250,7 @@ class Prefill:
             held = yield from self._second(prompt, slot, torch.cat([always, kept]).sort().values)
             return held, None
         held = 0
-        self.slots.draft.reserve(prompt.length)
+        self.slots.draft.reserve(self._held(prompt))
         for layer in range(self.model.layers):
             kept = always.expand(self.model.kv_heads, -1)
             if chosen:

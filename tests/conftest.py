@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,11 @@ from typing import Any
 
 import boto3
 import pytest
+import torch
 from moto.server import ThreadedMotoServer
+
+if not torch.cuda.is_available():  # read when Triton is first imported, which transformers does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import reference
 import tiny_models

@@ -82,7 +82,7 @@ def decode(
         raise run.failure()
     label, outcome = won
     assert outcome.pixels is not None
-    return Frames(outcome.pixels, outcome.pts, plan.fps, outcome.lost, info.rotation, label)
+    return Frames(outcome.pixels, outcome.pts, plan.fps, outcome.shows.count(-1), info.rotation, label)
 
 
 def _remote(run: _Run, job: Job, order: dict[str, str]) -> tuple[str, Outcome] | None:
@@ -144,8 +144,9 @@ class _Run:
         if outcome.error is None and not outcome.pts:
             return Outcome(error=("zero_frames", "no frame was found"))
         planned = len(self.plan.times)
-        if outcome.error is None and 2 * (planned - outcome.lost) < planned:
-            return Outcome(error=("truncated_file", f"only {planned - outcome.lost} of {planned} frames are intact"))
+        intact = planned - outcome.shows.count(-1)
+        if outcome.error is None and 2 * intact < planned:
+            return Outcome(error=("truncated_file", f"only {intact} of {planned} frames are intact"))
         return outcome
 
     def _note(self, label: str, code: str, reason: str) -> None:

@@ -48,11 +48,11 @@ class EngineActor:
         self.fed: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
 
     @ray.method(concurrency_group="feed")
-    def feed(self, requests: list[Request], pixels: np.ndarray) -> None:
-        """Appends requests that share the frames `pixels`, (T, height, width, 3) uint8."""
+    def feed(self, requests: list[Request], pixels: np.ndarray, numbers: list[tuple[int, ...]]) -> None:
+        """Appends requests, each with those of the frames `pixels`, (T, height, width, 3) uint8, that are its own."""
         frames = torch.from_numpy(pixels)
-        for request in requests:
-            self.fed.put(replace(request, frames=frames))
+        for request, own in zip(requests, numbers, strict=True):
+            self.fed.put(replace(request, frames=frames if len(own) == len(frames) else frames[list(own)]))
 
     @ray.method(concurrency_group="feed")
     def end(self) -> None:

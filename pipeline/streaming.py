@@ -44,7 +44,9 @@ def read_through(source: str | Readable, demuxer: str, job: Job, sink: Sink) -> 
         if job.remote and _bytes_read(stream, job) >= REMOTE_SHARE * job.size_bytes:
             raise DecodeError("download", "most of it is needed")
         counting = counts_frames(demuxer, stream)
-        short = _Pass(container, stream, job, _Seen(job, sink, counting, stream.time_base), demuxer in INDEXED and not counting)
+        short = _Pass(
+            container, stream, job, _Seen(job, sink, counting, stream.time_base), demuxer in INDEXED and not counting
+        )
         short.run()
         if sink.lost and short.cut and not job.remote:  # some streams decode from their key frames only after a while
             sink.clear()

@@ -2,7 +2,8 @@
 
 The rules are Qwen's. Frames: `fps` or `nframes`, in multiples of the temporal patch, evenly from the first to the last
 frame of the chosen part. Size: sides are multiples of the patch × merge size, pixels between a minimum and a maximum,
-and `total_pixels`, given or the model's, is shared evenly by the frames. A model that knows one frame size only gets that.
+and `total_pixels`, given or the model's, is shared evenly by the frames. A model that knows one frame size only
+gets that.
 """
 
 from __future__ import annotations

@@ -220,10 +220,8 @@ class _Seen:
 
     def show(self, frame: Any) -> None:
         """The next frame in presentation order: settles the planned times that lie before it."""
-        if self.counting or frame.pts is None:
-            at = self._counted()
-        else:
-            at = float(frame.pts * self.tick) - self.job.start
+        timed = not self.counting and frame.pts is not None
+        at = float(frame.pts * self.tick) - self.job.start if timed else self._counted()
         if self.sought and not self.done and self.job.times[self.next] + self.job.slack < at:
             self.missed = True
             return

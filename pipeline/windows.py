@@ -49,7 +49,7 @@ def spans(requests: Iterable[Planned]) -> Iterator[Span]:
         groups.setdefault(request.footage, []).append(request)
     members: list[list[Planned]] = []
     for group in groups.values():
-        if members and (not _together(members, group[0]) or _of(members + [group]).nbytes > SPAN_BYTES):
+        if members and (not _together(members, group[0]) or _of([*members, group]).nbytes > SPAN_BYTES):
             yield _of(members)
             members = []
         members.append(group)

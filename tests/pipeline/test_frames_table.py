@@ -18,7 +18,7 @@ import pytest
 from pipeline.frames import decode
 from pipeline.probe import probe
 from pipeline.sampling import plan_frames
-from pipeline.types import FrameOptions, RequestError
+from pipeline.types import FrameOptions, FramePlan, Frames, RequestError, VideoInfo
 from pipeline.workers import close_workers
 from std_core.types import Geometry
 
@@ -47,7 +47,7 @@ class Line:
 
 
 def numbered(number: int, height: int = 96, width: int = 128) -> np.ndarray:
-    """Six bits as light and dark bars across the middle of the picture, so that turning it by 180° is all that hurts."""
+    """Six bits as light and dark bars in the middle of the picture."""
     image = np.full((height, width, 3), 30, np.uint8)
     for bit in range(6):
         if number >> bit & 1:
@@ -275,11 +275,15 @@ def _no_worker_left() -> Iterator[None]:
     close_workers()
 
 
+def frames_of(path: Path, options: FrameOptions) -> tuple[VideoInfo, FramePlan, Frames]:
+    info = probe(str(path))
+    plan = plan_frames(info, options, GEOMETRY)
+    return info, plan, decode(str(path), info, plan)
+
+
 def check(line: Line, path: Path) -> None:
     line.make(path)
-    info = probe(str(path))
-    plan = plan_frames(info, line.options, GEOMETRY)
-    frames = decode(str(path), info, plan)
+    info, plan, frames = frames_of(path, line.options)
     assert (info.height, info.width, info.rotation) == (*line.size, line.rotation)
     shown = [number_of(image, line.rotation) for image in frames.pixels]
     assert shown == pytest.approx(line.numbers, abs=line.near)
@@ -298,8 +302,7 @@ def test_bad(line: Line, tmp_path: Path) -> None:
     path = tmp_path / line.name
     line.make(path)
     with pytest.raises(RequestError) as raised:
-        info = probe(str(path))
-        decode(str(path), info, plan_frames(info, line.options, GEOMETRY))
+        frames_of(path, line.options)
     assert raised.value.code == line.code
     if line.code not in ("invalid_request", "too_few_frames"):  # the plan knows no file
         assert line.name in raised.value.message

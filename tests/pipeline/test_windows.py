@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import av
@@ -74,7 +75,7 @@ def test_windows_without_overlap_share_no_frame_and_miss_none(
     found = windows(info, FrameOptions(), seconds, overlap * seconds)
     assert found[0][0] == 0
     assert found[-1][1] == info.duration
-    assert all(a[0] < b[0] <= a[1] < b[1] or b is found[-1] for a, b in zip(found, found[1:], strict=False))
+    assert all(a[0] < b[0] <= a[1] < b[1] or b is found[-1] for a, b in pairwise(found))
     if not overlap and seconds * fps >= 1:
         every = FrameOptions(fps=fps, min_frames=1, max_frames=10**6)
         single = replace(GEOMETRY, temporal_patch_size=1)
@@ -181,11 +182,7 @@ def test_one_pass_finds_what_several_find(clips: Path, name: str, overlap: float
 
 
 def test_damage_is_the_windows_that_it_hits() -> None:
-    plans = [
-        FramePlan((0.0, 1.0), 28, 28, 1.0, 1),
-        FramePlan((2.0, 3.0), 28, 28, 1.0, 1),
-        FramePlan((4.0,), 28, 28, 1, 1),
-    ]
+    plans = [FramePlan(times, 28, 28, 1.0, 1) for times in ((0.0, 1.0), (2.0, 3.0), (4.0,))]
     whole = merged(plans)
     frames = Frames(np.empty(0), (0.0, 1.0, 2.0), 1.0, 2, 0, "pyav", (0, 1, 2, -1, -1))
     first, second, third = (part(frames, whole, plan) for plan in plans)

@@ -66,7 +66,7 @@ class Requests:
         """Those that are not in `done`."""
         done = set(done)  # as it was when the run began
         for batch in _batches(self.items, 1024):
-            versions = _together(_version, {item.video_uri for item in batch})
+            versions = together(_version, {item.video_uri for item in batch})
             for pending in self._pending(batch, versions):
                 fingerprint = bytes.fromhex(pending.request_id)
                 if fingerprint not in self.ids:
@@ -81,7 +81,7 @@ class Requests:
             for item in batch:
                 yield Pending(self._id(item, *versions[item.video_uri]), item)
             return
-        infos = _together(_probe, {item.video_uri for item in batch if item.video_uri})
+        infos = together(_probe, {item.video_uri for item in batch if item.video_uri})
         for item in batch:
             info = infos.get(item.video_uri)
             # a video that cannot be read fails as its first window, whose row takes the failed one's place later
@@ -144,7 +144,7 @@ def waves(
 
 def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint) -> Iterator[Planned | Failed]:
     """Reads the headers of the videos, each once, and plans every request."""
-    infos = _together(_probe, {p.item.video_uri for p in pool if p.item.video_uri and p.info is None})
+    infos = together(_probe, {p.item.video_uri for p in pool if p.item.video_uri and p.info is None})
     for pending in pool:
         info = pending.info or infos.get(pending.item.video_uri)
         try:
@@ -187,7 +187,7 @@ def _version(uri: str) -> tuple[int | None, str | None]:
     return found.size, found.version
 
 
-def _together(function: Callable[[T], R], arguments: Iterable[T]) -> dict[T, R]:
+def together(function: Callable[[T], R], arguments: Iterable[T]) -> dict[T, R]:
     """What a function that mostly waits for storage returns for each argument."""
     known = list(arguments)
     with ThreadPoolExecutor(max(1, min(LOOKS, len(known)))) as threads:

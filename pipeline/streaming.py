@@ -73,16 +73,18 @@ class _Pass:
         self.cut = False  # whether anything was passed over
 
     def run(self) -> None:
-        seen = self.seen
+        seen, again = self.seen, -1  # again: the planned time for which a seek went too far
         while not seen.done:
-            time = seen.job.times[seen.next]
+            goal, time = seen.next, self.job.times[seen.next]
             key = self._key_before(time) if self.skip else None
-            if self.drained or (key is not None and self._ahead(key, seen.at or 0.0)):
+            if goal != again and (self.drained or (key is not None and self._ahead(key, seen.at or 0.0))):
                 self._go(time)
-            if not self._advance(time, self._leaves()):
-                if not seen.missed:
-                    break
-                self._back(key, time)
+            if self._advance(time, self._leaves()):
+                continue
+            if not seen.missed:
+                break
+            self._back(key, time)
+            again = goal
         seen.finish()
 
     def _ahead(self, key: float, at: float) -> bool:

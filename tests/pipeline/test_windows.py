@@ -11,7 +11,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import schedule
@@ -67,6 +67,7 @@ def test_windows_lie_in_the_chosen_part() -> None:
     assert windows(video(), replace(options, video_end=500.0), 45, 0) == [(10, 55), (55, 100)]
 
 
+@settings(deadline=None)
 @given(st.floats(0.2, 500), st.floats(0.5, 200), st.floats(0, 0.9), st.sampled_from([8.0, 23.976, 30.0]))
 def test_windows_without_overlap_share_no_frame_and_miss_none(
     length: float, seconds: float, overlap: float, fps: float
@@ -75,7 +76,7 @@ def test_windows_without_overlap_share_no_frame_and_miss_none(
     found = windows(info, FrameOptions(), seconds, overlap * seconds)
     assert found[0][0] == 0
     assert found[-1][1] == info.duration
-    assert all(a[0] < b[0] <= a[1] < b[1] or b is found[-1] for a, b in pairwise(found))
+    assert all(a[0] < b[0] <= a[1] + 1e-6 < b[1] + 2e-6 or b is found[-1] for a, b in pairwise(found))
     if not overlap and seconds * fps >= 1:
         every = FrameOptions(fps=fps, min_frames=1, max_frames=10**6)
         single = replace(GEOMETRY, temporal_patch_size=1)

@@ -28,8 +28,8 @@ _OPEN = frozenset(("h264", "hevc"))  # codecs in which a key frame need not be a
 
 
 def with_decord(job: Job, sink: Sink) -> None:
-    """Frames through decord, for whole files that it reads rightly: one frame that it would have to make up fails the
-    attempt. The times lost are those after the last frame."""
+    """Frames through decord, for whole files that it reads rightly: one frame that it would have to make up, or that it
+    does not find, fails the attempt."""
     import decord  # here, so that a decord that does not load costs an attempt, not the process
 
     _fit_for_decord(job.source)
@@ -43,8 +43,9 @@ def with_decord(job: Job, sink: Sink) -> None:
 def _whole(reader: Any, job: Job, sink: Sink) -> None:
     begins, ends = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64).T
     begins, ends = begins - begins[0], ends - begins[0]
-    wanted = [t for t in job.times if t <= ends[-1] + 1 / job.fps]
-    found = np.maximum(np.searchsorted(begins, np.array(wanted) + job.slack, side="right") - 1, 0)
+    if job.times[-1] > ends[-1] + 1 / job.fps:
+        raise DecodeError("decode_error", "its last frames are missing")
+    found = np.maximum(np.searchsorted(begins, np.array(job.times) + job.slack, side="right") - 1, 0)
     numbers, counts = np.unique(found, return_counts=True)
     group = max(1, GROUP_BYTES // job.frame_bytes)
     for at in range(0, len(numbers), group):

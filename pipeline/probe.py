@@ -80,7 +80,7 @@ def _read(opened: Any, source: str | Readable, known: tuple[str, str], file: sto
         size_bytes=file.size,
         version=file.version,
         container=container,
-        codec=stream.codec_context.name,
+        codec=stream.codec_context.codec.canonical_name,
         duration=duration,
         start=_start(stream),
         frames=frames,

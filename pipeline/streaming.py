@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -147,7 +148,16 @@ class _Pass:
                     return True
         except av.error.FFmpegError:
             seen.hole(None)  # the container itself breaks off here
+            self._rest(ahead)
         return False
+
+    def _rest(self, ahead: list[Any]) -> None:
+        """What was read before the container broke off, and what the codec still holds."""
+        with suppress(av.error.FFmpegError):
+            for packet in ahead:
+                self._decode(packet)
+            for frame in self.codec.decode(None):
+                self.seen.show(frame)
 
     def _time(self, stamp: int | None) -> float | None:
         return None if stamp is None else float(stamp * self.stream.time_base) - self.job.start

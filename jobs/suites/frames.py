@@ -251,7 +251,7 @@ def write(
         av.open(str(once)) as source,
         av.open(str(path), "w", options={"movflags": "+faststart"} if front else {}) as out,
     ):
-        stream = source.streams.video[0]
+        stream: Any = source.streams.video[0]
         packets = [packet for packet in source.demux(stream) if packet.size]
         target = out.add_stream_from_template(stream)
         per_frame = round(Fraction(1, RATE) / stream.time_base)

@@ -52,11 +52,11 @@ class EngineActor:
         self.fed: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
 
     @ray.method(concurrency_group="feed")
-    def feed(self, requests: list[Request], pixels: np.ndarray) -> None:
-        """Appends requests that share the frames `pixels`, (T, height, width, 3) uint8."""
+    def feed(self, requests: list[Request], pixels: np.ndarray, numbers: list[tuple[int, ...]]) -> None:
+        """Appends requests, each with those of the frames `pixels`, (T, height, width, 3) uint8, that are its own."""
         frames = torch.from_numpy(pixels)
-        for request in requests:
-            self.fed.put(replace(request, frames=frames))
+        for request, own in zip(requests, numbers, strict=True):
+            self.fed.put(replace(request, frames=frames if len(own) == len(frames) else frames[list(own)]))
 
     @ray.method(concurrency_group="feed")
     def end(self) -> None:
@@ -121,9 +121,9 @@ class Group:
             place,
         )
 
-    def feed(self, requests: list[Request], pixels: Any) -> Any:
+    def feed(self, requests: list[Request], pixels: Any, numbers: list[tuple[int, ...]]) -> Any:
         """A reference that is there once rank 0 has the requests."""
-        first, *_ = [actor.feed.remote(requests, pixels) for actor in self.actors]
+        first, *_ = [actor.feed.remote(requests, pixels, numbers) for actor in self.actors]
         return first
 
     def end(self) -> None:

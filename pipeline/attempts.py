@@ -9,8 +9,8 @@ import math
 import os
 from dataclasses import dataclass
 
+import av
 import numpy as np
-from PIL import Image
 
 SLACK = 0.010  # s; at most a quarter of a frame: containers round their time stamps to a millisecond, GIF to ten
 
@@ -45,30 +45,58 @@ class Job:
 
 
 class Sink:
-    """Where a decoder puts its frames: one after another into shared memory, with room for all that are planned."""
+    """Where a decoder puts what it finds, planned time by planned time: frames one after another into shared memory,
+    with room for all that are planned, and for each time which of them it shows.
+
+    Attributes:
+        pts: s from the first frame, of the frames that were put.
+        shows: per planned time, in order, the number of its frame, or -1 where it is lost.
+    """
 
     def __init__(self, memory: int, job: Job):
         self.memory, self.shape = memory, (job.height, job.width, 3)
         self.room = len(job.times)
         self.pts: list[float] = []
+        self.shows: list[int] = []
         os.ftruncate(memory, self.room * math.prod(self.shape))
 
     def put(self, at: float, image: np.ndarray) -> None:
-        """A frame that begins `at` s after the first one; (height, width, 3) uint8 as the job wants them."""
-        if len(self.pts) == self.room or image.shape != self.shape or image.dtype != np.uint8:
+        """The next planned time's frame, which begins `at` s after the first one; (height, width, 3) uint8."""
+        if len(self.shows) == self.room or image.shape != self.shape or image.dtype != np.uint8:
             raise DecodeError("decode_error", "it gave other frames than were planned")
         os.pwrite(self.memory, np.ascontiguousarray(image).data, len(self.pts) * image.size)
         self.pts.append(round(at, 6))
+        self.shows.append(len(self.pts) - 1)
+
+    def repeat(self) -> None:
+        """The next planned time shows the frame that was put last."""
+        self.shows.append(len(self.pts) - 1)
+
+    def lose(self) -> None:
+        """The next planned time's frame is missing or damaged."""
+        self.shows.append(-1)
+
+    @property
+    def lost(self) -> int:
+        """Planned times without a frame so far, those that no decoder came to included."""
+        return self.room - len(self.shows) + self.shows.count(-1)
 
     def clear(self) -> None:
-        """Forgets what was put, for a decoder that starts again."""
+        """Forgets everything, for a decoder that starts again."""
         self.pts.clear()
+        self.shows.clear()
 
 
-def resize(image: np.ndarray, height: int, width: int, rotation: int) -> np.ndarray:
-    """Bicubic with antialiasing, as Hugging Face's video processors do it (at most one grey level apart), then turned
-    counter-clockwise. (H, W, 3) uint8 to (height, width, 3) uint8."""
-    size = (height, width) if rotation % 180 else (width, height)
-    if image.shape[1::-1] != size:
-        image = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC))
-    return np.rot90(image, rotation // 90)
+def resize(image: np.ndarray | av.VideoFrame, height: int, width: int, rotation: int) -> np.ndarray:
+    """Bicubic with antialiasing, then turned counter-clockwise. A frame, or (H, W, 3) uint8, to (height, width, 3).
+
+    Each colour by itself, in FFmpeg's scaler: that takes a third of the time that Hugging Face's resize does, from
+    which it differs by 0.3 grey levels on average and by 2 at most in 99 of 100 values of real footage. Straight from
+    YUV it would take half of that, but colours would bleed by half a pixel.
+    """
+    frame = av.VideoFrame.from_ndarray(image, format="rgb24") if isinstance(image, np.ndarray) else image
+    wide, high = (height, width) if rotation % 180 else (width, height)
+    if (frame.width, frame.height) == (wide, high):
+        return np.rot90(frame.to_ndarray(format="rgb24"), rotation // 90)
+    scaled = frame.reformat(format="gbrp").reformat(width=wide, height=high, interpolation="BICUBIC")
+    return np.rot90(scaled.to_ndarray(format="rgb24"), rotation // 90)

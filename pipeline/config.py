@@ -51,6 +51,8 @@ class Job:
     video_column: str = _flag("", "the manifest's column of videos; default: video, video_uri, url or path")
     question_column: str = _flag("", "the manifest's column of questions; default: question or prompt")
     frames: FrameOptions = field(default_factory=FrameOptions)
+    window_seconds: float | None = _flag(None, "one request per window of so many seconds of each video")
+    window_overlap: float = _flag(0.0, "seconds by which a window begins before the one before it ends")
     max_tokens: int = _flag(256, "tokens written at most")
     min_tokens: int = _flag(0, "tokens written before the text may end")
     temperature: float | None = _flag(None, "0 is greedy; default: as the model's generation configuration has it")
@@ -96,6 +98,13 @@ class Job:
             raise UsageError(f"--max-error-fraction is {self.max_error_fraction}: a share between 0 and 1 is needed")
         if not self.decode_timeout > 0:
             raise UsageError(f"--decode-timeout is {self.decode_timeout}: seconds above 0 are needed")
+        if self.window_seconds is not None and not self.window_seconds > 0:
+            raise UsageError(f"--window-seconds is {self.window_seconds}: seconds above 0 are needed")
+        if self.window_overlap and not 0 <= self.window_overlap < (self.window_seconds or 0):
+            raise UsageError(
+                f"--window-overlap is {self.window_overlap}: from 0 to less than --window-seconds, which is "
+                f"{self.window_seconds or 'not given'}, is needed"
+            )
         try:
             _ = self.sampling
         except ValueError as error:

@@ -26,6 +26,7 @@ _MAGIC = {  # first bytes: (demuxer, name of the container)
     b"\x00\x00\x01\xba": ("mpeg", "mpg"),
     b"DKIF": ("ivf", "ivf"),
 }
+REORDERING = frozenset(("h264", "hevc"))
 EXACT = frozenset(("mov", "avi"))  # demuxers whose index counts the frames
 
 
@@ -83,8 +84,8 @@ def video_stream(container: Any) -> Any | None:
 
 def counts_frames(demuxer: str, stream: Any) -> bool:
     """Whether frames have to be timed by counting them: AVI stores no presentation times, and those that FFmpeg makes
-    up are wrong where frames are reordered."""
-    return demuxer == "avi" and bool(stream.codec_context.has_b_frames)
+    up are wrong where frames are reordered, and a frame late where H.264 or HEVC could reorder but don't."""
+    return demuxer == "avi" and (bool(stream.codec_context.has_b_frames) or stream.codec_context.name in REORDERING)
 
 
 def hidden_frames(stream: Any) -> int:

@@ -16,7 +16,7 @@ def report(waves: Sequence[Wave], failed: Sequence[Failed]) -> dict[str, Any]:
     """The plan as one JSON object; `contexts` counts requests by context length, in classes that double."""
     requests = [r for wave in waves for r in wave.requests]
     infos = {r.info.uri: r.info for r in requests}
-    plans = {r.info.uri: r.plan for r in requests}
+    plans = {r.footage: r.plan for r in requests}
     videos = infos.keys() | {f.pending.item.video_uri for f in failed}
     return {
         "requests": len(requests) + len(failed),

@@ -6,6 +6,7 @@ half of the file, else they are downloaded to a temporary folder, deleted afterw
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
@@ -30,13 +31,13 @@ class Limits:
 
     Args:
         deadline: s of wall time for all attempts; each but the last gets half of what is left.
-        cpu_seconds: s of CPU time, per attempt.
+        cpu_seconds: s of CPU time, per attempt; by default as long as the attempt may take.
         memory_bytes: private memory of an attempt.
         download_bytes: the largest remote file that is copied to the local disk.
     """
 
     deadline: float = 120.0
-    cpu_seconds: int = 120
+    cpu_seconds: int | None = None
     memory_bytes: int = 3 << 30
     download_bytes: int = 16 << 30
 
@@ -55,7 +56,7 @@ def decode(
 
     Args:
         uri: where the video lies; `info` and `plan` are its own.
-        limits: what it may take.
+        limits: what it may take; of the deadline each window that the plan is for has one.
         decoders: name to "module:function", in the order in which they are tried.
 
     Raises:
@@ -63,8 +64,8 @@ def decode(
             `decode_crashed`, `decode_timeout`, `decode_error` where every decoder failed, by the last one's failure;
             `too_large`; storage's own codes.
     """
-    local, name = storage.local_path(uri), storage.redact(uri)
-    run = _Run(plan, limits, time.monotonic() + limits.deadline, name)
+    local, name = storage.local_path(uri), storage.shown(uri)
+    run = _Run(plan, limits, time.monotonic() + limits.deadline * plan.windows, name)
     order = decoders or DECODERS
     job = Job(
         source=local or uri,
@@ -82,7 +83,7 @@ def decode(
         raise run.failure()
     label, outcome = won
     assert outcome.pixels is not None
-    return Frames(outcome.pixels, outcome.pts, plan.fps, outcome.lost, info.rotation, label)
+    return Frames(outcome.pixels, outcome.pts, plan.fps, outcome.shows.count(-1), info.rotation, label, outcome.shows)
 
 
 def _remote(run: _Run, job: Job, order: dict[str, str]) -> tuple[str, Outcome] | None:
@@ -127,7 +128,8 @@ class _Run:
     def attempt(self, decoder: str, job: Job, seconds: float) -> Outcome:
         worker = take_worker()
         try:
-            return worker.run(decoder, job, self.limits.memory_bytes, self.limits.cpu_seconds, seconds)
+            cpu = self.limits.cpu_seconds or math.ceil(seconds) + 1
+            return worker.run(decoder, job, self.limits.memory_bytes, cpu, seconds)
         finally:
             give_worker(worker)
 
@@ -144,8 +146,9 @@ class _Run:
         if outcome.error is None and not outcome.pts:
             return Outcome(error=("zero_frames", "no frame was found"))
         planned = len(self.plan.times)
-        if outcome.error is None and 2 * (planned - outcome.lost) < planned:
-            return Outcome(error=("truncated_file", f"only {planned - outcome.lost} of {planned} frames are intact"))
+        intact = planned - outcome.shows.count(-1)
+        if outcome.error is None and self.plan.windows == 1 and 2 * intact < planned:
+            return Outcome(error=("truncated_file", f"only {intact} of {planned} frames are intact"))
         return outcome
 
     def _note(self, label: str, code: str, reason: str) -> None:

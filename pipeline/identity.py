@@ -28,6 +28,7 @@ def request_id(
     given_id: str | None = None,
     occurrence: int = 0,
     sparse: Mapping[str, object] | None = None,
+    window: Mapping[str, object] | None = None,
 ) -> str:
     """A request's identity, 128 bits as 32 hex digits.
 
@@ -39,6 +40,7 @@ def request_id(
         given_id: the manifest's own `request_id`, if it has one.
         occurrence: number of the row among equal ones (equal `given_id` included), from 0.
         sparse: the setting of `--mode sparse`, whose text is not the full model's; None in the exact modes.
+        window: start, length and overlap (s) of the window that it is about; None without windows.
     """
     content = {
         "video": [storage.redact(storage.normalize(video_uri)), size, version],
@@ -51,6 +53,8 @@ def request_id(
     }
     if sparse is not None:
         content["sparse"] = _set(sparse)
+    if window is not None:
+        content["window"] = _set(window)
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(canonical.encode("ascii"), digest_size=16).hexdigest()
 

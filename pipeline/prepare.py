@@ -3,7 +3,7 @@ and which are handed to an engine together. No frame is decoded, and Ray is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,21 +18,26 @@ from pipeline.probe import probe
 from pipeline.sampling import plan_frames
 from pipeline.schedule import plan
 from pipeline.types import Item, Planned, RequestError, UsageError, VideoInfo, Wave
+from pipeline.windows import Window, windows
 from std_core.checkpoint import Checkpoint
 
 POOL = 50_000  # requests that are planned at once
 LOOKS = 16  # videos whose headers are read at the same time
 
+_Version = tuple[int | None, str | None]
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A request that has no row yet."""
+    """A request that has no row yet; `window` (s) where it is about a part of a long video, whose headers were read
+    already to know how many there are."""
 
     request_id: str
     item: Item
+    window: tuple[float, float] | None = None
+    info: VideoInfo | RequestError | None = None
 
 
 @dataclass(frozen=True)
@@ -61,14 +66,32 @@ class Requests:
         """Those that are not in `done`."""
         done = set(done)  # as it was when the run began
         for batch in _batches(self.items, 1024):
-            versions = _together(_version, {item.video_uri for item in batch})
-            for item in batch:
-                pending = Pending(self._id(item, *versions[item.video_uri]), item)
+            versions = together(_version, {item.video_uri for item in batch})
+            for pending in self._pending(batch, versions):
                 fingerprint = bytes.fromhex(pending.request_id)
                 if fingerprint not in self.ids:
                     self.ids.add(fingerprint)
                     if fingerprint not in done:
                         yield pending
+
+    def _pending(self, batch: Sequence[Item], versions: Mapping[str, _Version]) -> Iterator[Pending]:
+        """The requests of some items: one each, or one per window."""
+        seconds = self.job.window_seconds
+        if seconds is None:
+            for item in batch:
+                yield Pending(self._id(item, *versions[item.video_uri]), item)
+            return
+        infos = together(_probe, {item.video_uri for item in batch if item.video_uri})
+        for item in batch:
+            info = infos.get(item.video_uri)
+            # a video that cannot be read fails as its first window, whose row takes the failed one's place later
+            found: Sequence[Window | None] = [None]
+            if isinstance(info, VideoInfo):
+                found = windows(info, self.job.frames, seconds, self.job.window_overlap)
+            for window in found:
+                start = (self.job.frames.video_start or 0.0) if window is None else window[0]
+                named = {"start": round(start, 6), "seconds": seconds, "overlap": self.job.window_overlap}
+                yield Pending(self._id(item, *versions[item.video_uri], named), item, window, info)
 
     @cached_property
     def sparse(self) -> dict[str, object] | None:
@@ -76,7 +99,7 @@ class Requests:
         draft = draft_of(self.job) if self.job.mode == "sparse" else None
         return None if draft is None else {k: v for k, v in asdict(draft).items() if k != "gamma"}
 
-    def _id(self, item: Item, size: int | None, version: str | None) -> str:
+    def _id(self, item: Item, size: int | None, version: str | None, window: Mapping[str, object] | None = None) -> str:
         return request_id(
             video_uri=item.video_uri,
             size=size,
@@ -89,6 +112,7 @@ class Requests:
             given_id=item.given_id,
             occurrence=item.occurrence,
             sparse=self.sparse,
+            window=window,
         )
 
 
@@ -120,9 +144,9 @@ def waves(
 
 def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint) -> Iterator[Planned | Failed]:
     """Reads the headers of the videos, each once, and plans every request."""
-    infos = _together(_probe, {p.item.video_uri for p in pool if p.item.video_uri})
+    infos = together(_probe, {p.item.video_uri for p in pool if p.item.video_uri and p.info is None})
     for pending in pool:
-        info = infos.get(pending.item.video_uri)
+        info = pending.info or infos.get(pending.item.video_uri)
         try:
             yield _plan(pending, info, job, checkpoint)
         except RequestError as error:
@@ -135,8 +159,8 @@ def _plan(pending: Pending, info: VideoInfo | RequestError | None, job: Job, che
         raise RequestError("invalid_request", f"the input names no {missing} in this row")
     if isinstance(info, RequestError):
         raise info
-    frames = plan_frames(info, job.frames, checkpoint.geometry)
-    text = checkpoint.prompt_tokens(pending.item.prompt, len(frames.times), frames.fps)
+    frames = plan_frames(info, job.frames, checkpoint.geometry, pending.window)
+    text = checkpoint.prompt_tokens(pending.item.prompt, len(frames.times), frames.fps, frames.times)
     window = window_of(job, checkpoint)
     if text + frames.tokens >= window:
         raise RequestError(
@@ -144,7 +168,7 @@ def _plan(pending: Pending, info: VideoInfo | RequestError | None, job: Job, che
             f"{frames.tokens} visual tokens of {len(frames.times)} frames and {text} of the prompt leave no room in "
             f"{window}: lower fps, max_frames, max_pixels or total_pixels",
         )
-    return Planned(pending.request_id, pending.item, info, frames, text + frames.tokens)
+    return Planned(pending.request_id, pending.item, info, frames, text + frames.tokens, pending.window)
 
 
 def _probe(uri: str) -> VideoInfo | RequestError:
@@ -163,7 +187,7 @@ def _version(uri: str) -> tuple[int | None, str | None]:
     return found.size, found.version
 
 
-def _together(function: Callable[[T], R], arguments: Iterable[T]) -> dict[T, R]:
+def together(function: Callable[[T], R], arguments: Iterable[T]) -> dict[T, R]:
     """What a function that mostly waits for storage returns for each argument."""
     known = list(arguments)
     with ThreadPoolExecutor(max(1, min(LOOKS, len(known)))) as threads:

@@ -35,7 +35,7 @@ def probe(uri: str) -> VideoInfo:
         RequestError: `not_found`, `access_denied`, `storage_error` (storage), `empty_file`, `not_a_video`,
             `no_video_stream`, `truncated_file`, `too_large`, `zero_frames`.
     """
-    file, name = storage.info(uri), storage.redact(uri)
+    file, name = storage.info(uri), storage.shown(uri)
     if file.size == 0:
         raise RequestError("empty_file", f"{name} is empty: it has 0 bytes")
     with storage.open_read(uri, BLOCK) as reader:
@@ -80,7 +80,7 @@ def _read(opened: Any, source: str | Readable, known: tuple[str, str], file: sto
         size_bytes=file.size,
         version=file.version,
         container=container,
-        codec=stream.codec_context.name,
+        codec=stream.codec_context.codec.canonical_name,
         duration=duration,
         start=_start(stream),
         frames=frames,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline import storage
 from pipeline.config import Job
 from pipeline.prepare import Failed
 from pipeline.types import Frames, Item, Planned, RequestError, VideoInfo
@@ -41,7 +42,7 @@ def draft_name(job: Job, draft: Draft | None) -> str:
 
 def answered(run: Provenance, planned: Planned, frames: Frames | None, result: Result) -> dict[str, Any]:
     """The row of a request that reached the decoder."""
-    row = run.columns | _asked(run.job, planned.request_id, planned.item, planned.info)
+    row = run.columns | _asked(run.job, planned.request_id, planned.item, planned.info, planned.window)
     row |= {"planned_visual_tokens": planned.plan.tokens, **_seen(frames)}
     if result.error is not None:
         return row | _error(result.error)
@@ -51,15 +52,21 @@ def answered(run: Provenance, planned: Planned, frames: Frames | None, result: R
 def failed(run: Provenance, failure: Failed) -> dict[str, Any]:
     """The row of a request that was given up before its frames were decoded."""
     pending = failure.pending
-    return run.columns | _asked(run.job, pending.request_id, pending.item, failure.info) | _error(failure.error)
+    return (
+        run.columns
+        | _asked(run.job, pending.request_id, pending.item, failure.info, pending.window)
+        | _error(failure.error)
+    )
 
 
-def _asked(job: Job, request_id: str, item: Item, info: VideoInfo | None) -> dict[str, Any]:
-    start, end = job.frames.video_start, job.frames.video_end
+def _asked(
+    job: Job, request_id: str, item: Item, info: VideoInfo | None, window: tuple[float, float] | None
+) -> dict[str, Any]:
+    start, end = window or (job.frames.video_start, job.frames.video_end)
     return {
         **item.columns,
         "request_id": request_id,
-        "video_uri": item.video_uri,
+        "video_uri": storage.recorded(item.video_uri),
         "prompt": item.prompt,
         "video_start": start or 0.0,
         "video_end": end if info is None else min(end or info.duration, info.duration),

@@ -18,7 +18,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from pipeline.actors import Group, decode_video
 from pipeline.config import ROOT, Job
 from pipeline.progress import Flow, Watch
-from pipeline.types import Frames, Planned, RequestError, RunError, Wave
+from pipeline.types import FramePlan, Frames, Planned, RequestError, RunError, Wave
+from pipeline.windows import part, spans
 from std_core.types import Draft, Request, Result
 
 AHEAD = 2  # × max_num_seqs requests decoded or decoding before an engine's slots
@@ -62,23 +63,20 @@ def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: i
 
 @dataclass
 class _Video:
-    """Requests that share frames, from the plan until the last of them is answered."""
+    """Requests whose frames are decoded in one pass, from the plan until the last of them is answered."""
 
     requests: list[Planned]
+    plan: FramePlan  # of the pass
     left: int
     nbytes: int  # of its frames as planned
     pixels: Any = None  # reference to them, until they are fed
-    frames: Frames | None = None  # what is known of them, without pixels
+    frames: dict[str, Frames] = field(default_factory=dict)  # footage → what is known of its frames, without pixels
 
 
 def _videos(waves: Iterable[Wave]) -> Iterator[_Video]:
     for wave in waves:
-        groups: dict[str, list[Planned]] = {}
-        for request in wave.requests:
-            groups.setdefault(request.info.uri, []).append(request)
-        for requests in groups.values():
-            sample = requests[0].plan
-            yield _Video(requests, len(requests), len(sample.times) * sample.height * sample.width * 3)
+        for span in spans(wave.requests):
+            yield _Video(list(span.requests), span.plan, len(span.requests), span.nbytes)
 
 
 @dataclass
@@ -106,7 +104,7 @@ class _Line:
         """Starts decoding what fits in memory and is near enough to its turn; tells the engine when nothing is left."""
         while (video := self._next()) and self._fits(video):
             self.waiting, first = None, video.requests[0]
-            task: Any = decode_video.remote(first.info, first.plan, self.job.decode_timeout)
+            task: Any = decode_video.remote(first.info, video.plan, self.job.decode_timeout)
             known, video.pixels = task
             self.decoding[known] = video
             self.nbytes += video.nbytes
@@ -149,19 +147,24 @@ class _Line:
         self.decoded += 1
         for request in video.requests:
             self.seated[request.request_id] = (request, video)
-        if isinstance(frames, RequestError):
-            for request in video.requests:
-                self._answer(Result(request.request_id, [], "", "error", error=frames))
-            return
-        video.frames = frames
-        requests = [self._request(r, frames.fps) for r in video.requests]
-        self.feeding.add(self.engine.feed(requests, video.pixels))
+        requests, numbers = [], []
+        for request in video.requests:
+            own, picks = (frames, ()) if isinstance(frames, RequestError) else part(frames, video.plan, request.plan)
+            if isinstance(own, RequestError):
+                self._answer(Result(request.request_id, [], "", "error", error=own))
+                continue
+            video.frames[request.footage] = own
+            requests.append(self._request(request, own))
+            numbers.append(picks)
+        if requests:
+            self.feeding.add(self.engine.feed(requests, video.pixels, numbers))
         video.pixels = None  # from here on the engine holds them
 
-    def _request(self, planned: Planned, fps: float) -> Request:
+    def _request(self, planned: Planned, frames: Frames) -> Request:
         room = self.max_model_len - planned.context
         sampling = replace(self.job.sampling, max_tokens=min(self.job.max_tokens, room))
-        return Request(planned.request_id, planned.item.prompt, None, planned.info.uri, fps, sampling)
+        prompt, footage = planned.item.prompt, planned.footage
+        return Request(planned.request_id, prompt, None, footage, frames.fps, sampling, times=frames.pts)
 
     def _take_result(self) -> None:
         try:
@@ -178,7 +181,7 @@ class _Line:
         video.left -= 1
         if not video.left:
             self.nbytes -= video.nbytes
-        self.emit(request, video.frames, result)
+        self.emit(request, video.frames.get(request.footage), result)
 
     @property
     def flow(self) -> Flow:

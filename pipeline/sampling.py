@@ -2,7 +2,8 @@
 
 The rules are Qwen's. Frames: `fps` or `nframes`, in multiples of the temporal patch, evenly from the first to the last
 frame of the chosen part. Size: sides are multiples of the patch × merge size, pixels between a minimum and a maximum,
-and `total_pixels`, where given, is shared evenly by the frames. A model that knows one frame size only gets that.
+and `total_pixels`, given or the model's, is shared evenly by the frames. A model that knows one frame size only
+gets that.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from std_core.types import Geometry
 MAX_ASPECT = 200  # longer strips make no sense to any of the models
 
 
-def plan_frames(info: VideoInfo, options: FrameOptions, geometry: Geometry) -> FramePlan:
-    """The sample of one video, fixed before a frame is decoded.
+def plan_frames(
+    info: VideoInfo, options: FrameOptions, geometry: Geometry, window: tuple[float, float] | None = None
+) -> FramePlan:
+    """The sample of one video, or of a `window` of it (s, without the moment it ends), fixed before a frame is decoded.
 
     Its times count from the first frame's presentation time, ascend, are unique and lie inside the chosen part; there
     are never more of them than frames in that part. Where the part holds less than one temporal patch, the model's
@@ -26,7 +29,7 @@ def plan_frames(info: VideoInfo, options: FrameOptions, geometry: Geometry) -> F
         RequestError: `too_few_frames` where the chosen part holds no frame; `invalid_request` for a frame more than
             200 times as long as wide.
     """
-    first, last = _part(info, options)
+    first, last = _part(info, options) if window is None else _window(info, window)
     count = _count(last - first + 1, info.fps, options, geometry.temporal_patch_size)
     height, width = _size(info, count, options, geometry)
     return FramePlan(
@@ -59,6 +62,15 @@ def _part(info: VideoInfo, options: FrameOptions) -> tuple[int, int]:
         last = min(last, math.floor(options.video_end * info.fps + 1e-6))
     if first > last:
         raise RequestError("too_few_frames", f"no frame {_described(info, options)}; choose another part")
+    return first, last
+
+
+def _window(info: VideoInfo, window: tuple[float, float]) -> tuple[int, int]:
+    """First and last frame number of a window; a frame at its end is the next one's."""
+    first = math.ceil(window[0] * info.fps - 1e-6)
+    last = min(info.frames, math.ceil(window[1] * info.fps - 1e-6)) - 1
+    if first > last:
+        raise RequestError("too_few_frames", f"no frame lies between {window[0]:g} s and {window[1]:g} s")
     return first, last
 
 
@@ -95,8 +107,9 @@ def _size(info: VideoInfo, count: int, options: FrameOptions, geometry: Geometry
         return geometry.frame
     lowest = geometry.min_pixels if options.min_pixels is None else options.min_pixels
     highest = geometry.max_pixels if options.max_pixels is None else options.max_pixels
-    if options.total_pixels is not None:
-        share = options.total_pixels * geometry.temporal_patch_size // count
+    total = geometry.total_pixels if options.total_pixels is None else options.total_pixels
+    if total is not None:
+        share = total * geometry.temporal_patch_size // count
         highest = min(highest, max(share, int(lowest * 1.05)))
     if geometry.video_pixels is not None:
         highest = min(highest, max(geometry.video_pixels // count, int(lowest * 1.05)))

@@ -31,6 +31,8 @@ def _by_video(pool: tuple[Planned, ...]) -> list[list[Planned]]:
     groups: dict[tuple[str, str], list[Planned]] = {}
     for request in pool:
         groups.setdefault((request.info.uri, request.info.version), []).append(request)
+    for group in groups.values():  # windows one behind the other, the questions on one side by side
+        group.sort(key=lambda request: request.window or (0.0, 0.0))
     return sorted(groups.values(), key=lambda group: -max(r.context for r in group))
 
 

@@ -29,12 +29,12 @@ from fsspec.utils import glob_translate
 
 from pipeline import uris
 from pipeline.types import RequestError
-from pipeline.uris import join, local_path, normalize, parent, redact, resolve
+from pipeline.uris import join, local_path, normalize, parent, recorded, redact, resolve, shown
 
 __all__ = [
     "FileInfo", "delete", "each", "expand", "info", "is_file", "is_folder", "join", "list_files", "list_names",
     "list_sizes", "local_path", "make_folder", "normalize", "open_read", "parent", "put", "put_if_absent",
-    "read_bytes", "redact", "resolve",
+    "read_bytes", "recorded", "redact", "resolve", "shown",
 ]  # fmt: skip
 
 _FAILURES = (OSError, ValueError, ImportError, asyncio.TimeoutError, BotoCoreError, ClientError, aiohttp.ClientError)
@@ -65,7 +65,7 @@ def _errors(uri: str) -> Iterator[None]:
 
 
 def _request_error(uri: str, error: BaseException) -> RequestError:
-    name, status = redact(uri) or "(no name)", getattr(error, "status", None)
+    name, status = shown(uri) or "(no name)", getattr(error, "status", None)
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or status == 404:
         return RequestError("not_found", f"{name}: there is no such file")
     if isinstance(error, PermissionError) or status in (401, 403):

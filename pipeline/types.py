@@ -140,6 +140,7 @@ class FramePlan:
     width: int
     fps: float  # frames per second of the sample
     tokens: int  # visual tokens
+    windows: int = 1  # whose moments these are, where neighbours are decoded in one pass
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class Frames:
     frames_lost: int
     rotation: int
     decoder: str
+    shows: tuple[int, ...] = ()  # per planned moment the number of its frame, -1 where it is lost
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,14 @@ class Planned:
     info: VideoInfo
     plan: FramePlan
     context: int
+    window: tuple[float, float] | None = None  # s, start and end of the part that it is about; None: what was chosen
+
+    @property
+    def footage(self) -> str:
+        """Names what requests that share frames have in common; no URI holds a NUL."""
+        if self.window is None:
+            return self.info.uri
+        return f"{self.info.uri}\0{self.window[0]:.6f}-{self.window[1]:.6f}"
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,16 @@ def redact(uri: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}{'?' if kept else ''}{'&'.join(kept)}"
 
 
+def shown(uri: str) -> str:
+    """The URI as messages and logs have it: without credentials, in one line, whatever characters it holds."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in redact(uri))
+
+
+def recorded(uri: str) -> str:
+    """The URI as rows have it: without credentials; bytes that are no UTF-8 are spelt out."""
+    return redact(uri).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def is_glob(name: str) -> bool:
     """Whether a name has characters that mean something in a glob."""
     return has_magic(name) or "{" in name

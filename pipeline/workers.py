@@ -36,7 +36,7 @@ class Outcome:
 
     pixels: np.ndarray | None = None  # (T, height, width, 3) uint8
     pts: tuple[float, ...] = ()
-    lost: int = 0
+    shows: tuple[int, ...] = ()  # per planned time the number of its frame, or -1 where it is lost
     error: tuple[str, str] | None = None
 
 
@@ -124,7 +124,8 @@ def _unpack(memory: int, job: Job) -> Outcome:
     at, view = 0, pixels.reshape(-1).data
     while at < len(view):  # one read returns 2 GiB at the most
         at += os.preadv(memory, [view[at:]], at)
-    return Outcome(pixels, tuple(report["pts"]), report["lost"])
+    shows = report["shows"] + [-1] * (len(job.times) - len(report["shows"]))
+    return Outcome(pixels, tuple(report["pts"]), tuple(shows))
 
 
 _idle: list[Worker] = []
@@ -199,14 +200,14 @@ def _attempt(memory: int, task: dict[str, Any]) -> None:
 
 def _report(memory: int, job: Job, module: str, name: str) -> None:
     """Runs the decoder; leaves the frames and, behind room for all planned ones, the report in the shared memory."""
-    lost, error, sink = 0, None, Sink(memory, job)
+    error, sink = None, Sink(memory, job)
     try:
-        lost = getattr(importlib.import_module(module), name)(job, sink)
+        getattr(importlib.import_module(module), name)(job, sink)
     except MemoryError:
         error = ("decode_crashed", "it ran out of the memory it may take")
     except Exception as failure:  # whatever a decoder raises is this attempt's result
         error = (getattr(failure, "code", "decode_error"), _reason(failure))
-    report = {"pts": sink.pts, "lost": lost, "error": error}
+    report = {"pts": sink.pts, "shows": sink.shows, "error": error}
     os.pwrite(memory, json.dumps(report).encode(), os.fstat(memory).st_size)
 
 

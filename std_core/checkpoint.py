@@ -130,14 +130,14 @@ class Checkpoint:
     def templated(self) -> bool:
         return bool(self.processor.chat_template)
 
-    def prompt_tokens(self, prompt: str, frames: int = 2, fps: float = 2.0) -> int:
+    def prompt_tokens(self, prompt: str, frames: int = 2, fps: float = 2.0, times: tuple[float, ...] = ()) -> int:
         """Tokens of the rendered prompt, the visual ones of its one video not counted.
 
         Args:
-            frames, fps: of the video's sample, for models whose prompt tells the time of each frame.
+            frames, fps, times: of the video's sample, for models whose prompt tells the time of each frame.
         """
         if self.takes_video and self.family.timed:
-            return self._timed_tokens(prompt, frames, fps)
+            return self._timed_tokens(prompt, frames, fps, times)
         return self._plain_tokens(prompt)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - one object per process, prompts repeat
@@ -145,12 +145,12 @@ class Checkpoint:
         visual = int(self.takes_video)  # the placeholder of the video
         return len(self._ids(self.render(prompt, visual))) - visual
 
-    def _timed_tokens(self, prompt: str, frames: int, fps: float) -> int:
+    def _timed_tokens(self, prompt: str, frames: int, fps: float, times: tuple[float, ...]) -> int:
         """As if each temporal patch were a single token."""
         patches, side = -(-frames // self.geometry.temporal_patch_size), self.geometry.merge_size
         shown = {
             "video_grid_thw": torch.tensor([[patches, side, side]]),
-            "video_metadata": [_sampled(frames, fps)],
+            "video_metadata": [_sampled(frames, fps, times)],
         }
         expanded = self.processor.replace_video_token(shown, 0)
         return len(self._ids(self.render(prompt).replace(self.processor.video_token, expanded, 1))) - patches
@@ -177,7 +177,8 @@ class Checkpoint:
         fed: dict[str, Any] = {} if self.family.resizes else {"do_resize": False}
         if videos:
             fed["videos"] = [v.permute(0, 3, 1, 2) for v in videos]
-            fed["video_metadata"] = [_sampled(len(v), request.fps) for v in videos]
+            times = [() if request.frames is None else request.times, *([()] * len(videos))]
+            fed["video_metadata"] = [_sampled(len(v), request.fps, t) for v, t in zip(videos, times, strict=False)]
         if request.images:
             fed["images"] = [[i.permute(2, 0, 1) for i in request.images]]  # of one conversation
         try:
@@ -204,9 +205,10 @@ class Checkpoint:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _sampled(frames: int, fps: float) -> VideoMetadata:
-    """Frames that are all there is of a video."""
-    return VideoMetadata(total_num_frames=frames, fps=fps, duration=frames / fps, frames_indices=list(range(frames)))
+def _sampled(frames: int, fps: float, times: tuple[float, ...] = ()) -> VideoMetadata:
+    """Frames that are all there is of a video; shown at `times` s, where those are known."""
+    numbers: list[Any] = [time * fps for time in times] or list(range(frames))
+    return VideoMetadata(total_num_frames=frames, fps=fps, duration=frames / fps, frames_indices=numbers)
 
 
 def _collected(out: Any) -> Inputs:

@@ -73,14 +73,19 @@ def windowed(text: Any) -> int | None:
 
 
 def _per_frame(processor: Any) -> Geometry:
-    """Qwen2-VL and 2.5: a budget for each frame."""
+    """Qwen2-VL and 2.5: a budget for each frame, and qwen-vl-utils' cap (nine tenths of 128,000 tokens' pixels, shared
+    by all frames), which binds above 300 full frames. transformers leaves it off where a checkpoint doesn't say, with a
+    warning; here it is off only where the checkpoint says so (`cap_pixels_per_frame: false`)."""
     video = processor.video_processor
+    token = (video.patch_size * video.merge_size) ** 2
+    capped = getattr(video, "cap_pixels_per_frame", None) is not False
     return Geometry(
         patch_size=video.patch_size,
         temporal_patch_size=video.temporal_patch_size,
         merge_size=video.merge_size,
         min_pixels=video.size["shortest_edge"],
         max_pixels=video.size["longest_edge"],
+        total_pixels=int(video.max_video_tokens * token * 0.9) if capped else None,
     )
 
 

@@ -32,6 +32,8 @@ class Geometry:
 
     Args:
         video_pixels: budget of all frames together, for models that have one.
+        total_pixels: as `total_pixels` of Qwen's options, where those don't say: what bounds each frame to an even
+            share of it (qwen-vl-utils' cap).
         frame: height and width that each frame is brought to, whatever its shape, for models that know one size only.
         frame_tokens: tokens of such a frame.
         closing_tokens: what follows the last of them.
@@ -46,6 +48,7 @@ class Geometry:
     frame: tuple[int, int] | None = None
     frame_tokens: int = 0
     closing_tokens: int = 0
+    total_pixels: int | None = None
 
     @property
     def factor(self) -> int:
@@ -182,6 +185,7 @@ class Request:
         videos, images: more of the kind; images are (height, width, 3). Shown in the order frames, videos, images.
         video: names what several requests share, so that it is seen and prefilled once; empty shares nothing.
         fps: sampled frames per second, for models whose positions or prompts use it.
+        times: s, when each of `frames` is shown, for models whose prompts tell it; evenly from 0 if not given.
     """
 
     request_id: str
@@ -192,6 +196,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     videos: tuple[torch.Tensor, ...] = ()
     images: tuple[torch.Tensor, ...] = ()
+    times: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import manifest, storage
+from pipeline import manifest, rows, storage
+from pipeline.config import Job
 from pipeline.manifest import open_manifest
+from pipeline.prepare import Failed, Pending
 from pipeline.schema import output_schema, to_table
-from pipeline.types import Item, UsageError
+from pipeline.types import Item, RequestError, UsageError
 
 ROWS = [
     {"video": "a.mp4", "question": "Who?", "score": 1.5, "n": 1},
@@ -292,3 +294,15 @@ def test_no_row_is_lost_or_made_up(tmp_path_factory: pytest.TempPathFactory, row
         assert len(set(keys)) == len(rows)
         for item in found:
             assert item.prompt == rows[item.columns["row"]][1]
+
+
+def test_credentials_are_handed_to_storage_and_to_nothing_else(tmp_path: Path) -> None:
+    signed = "https://who:secret@host/a.mp4?x=2&X-Amz-Signature=secret"
+    (tmp_path / "m.csv").write_text(f"url,question\n{signed},What?\n")
+    [item] = open_manifest(str(tmp_path / "m.csv")).items()
+    assert item.video_uri == signed
+    assert item.columns == {"url": "https://host/a.mp4?x=2", "question": "What?"}
+    failure = Failed(Pending("1", item), RequestError("not_found", "gone"))
+    row = rows.failed(rows.Provenance(Job(), "r", None), failure)
+    assert row["video_uri"] == "https://host/a.mp4?x=2"
+    assert "secret" not in str(row)

@@ -63,6 +63,7 @@ KINDS = [
     ("a.mov", "libx264", "mov", "yuv420p", ("mov", "h264", True)),
     ("a.mkv", "libx264", "matroska", "yuv420p", ("mkv", "h264", False)),
     ("a.webm", "libvpx-vp9", "webm", "yuv420p", ("webm", "vp9", False)),
+    ("b.webm", "libsvtav1", "webm", "yuv420p", ("webm", "av1", False)),
     ("a.avi", "mjpeg", "avi", "yuvj420p", ("avi", "mjpeg", True)),
     ("a.gif", "gif", "gif", "rgb8", ("gif", "gif", False)),
     ("a.ts", "libx264", "mpegts", "yuv420p", ("ts", "h264", False)),

@@ -9,16 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pipeline.config import Job
 from pipeline.history import History, draft_key, kind_of
 from pipeline.types import Candidate, Planned
 from std_core.account import Account, tokens_per_round
 from std_core.memory import Load, most_slots, terms
-from std_core.profile import Cost, Profile, Tried
+from std_core.profile import Accepted, Cost, Profile, Tried
 from std_core.types import Draft
 
 GAIN = 1.05  # predicted, below which a draft is not worth its uncertainty
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
 MEMORY = 0.9  # of a device's, that is planned with
+STANDARD = Draft()
+UNKNOWN = Accepted(2048, "caption", 80, 20)  # of a draft that was not calibrated
 USUAL = {"caption": 128.0, "question": 32.0}  # tokens written where nothing is known
 
 
@@ -38,9 +41,28 @@ class Setting:
     max_tokens: int = 256
     prefill_chunk: int = 2048
     draft: Draft | Literal["auto"] | None = "auto"
-    default: Draft = Draft()
+    default: Draft = STANDARD
     engines: int = 1
     strict: int = 0
+
+
+def setting_of(job: Job, draft: Draft | None, engines: int = 1) -> Setting:
+    """A job's setting.
+
+    Args:
+        draft: as `draft_of` has it; a choice is left where `--draft` is `auto` and no number of a draft is given.
+        engines: that share the work.
+    """
+    given = (job.gamma, job.keep, job.k) != (None, None, None)
+    free = job.draft == "auto" and job.mode == "std" and not given
+    return Setting(
+        job.max_num_seqs,
+        job.max_tokens,
+        draft="auto" if free else draft,
+        default=draft or Draft(),
+        engines=engines,
+        strict=job.strict,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +137,7 @@ def _pair(profile: Profile, draft: Draft | None) -> Account | None:
 
 
 def fallback(profile: Profile, setting: Setting) -> Draft | None:
-    """The draft without which a wave cannot be: a named one; where there is a choice, decoding densely is always left."""
+    """The draft without which a wave cannot be; where there is a choice, decoding densely is always left."""
     if isinstance(setting.draft, Draft) or setting.draft is None:
         return setting.draft
     return None if profile.drafts else setting.default
@@ -128,9 +150,9 @@ def _gains(candidates: list[Candidate], dense: Candidate | None) -> Iterator[Can
 
 
 def _tried(draft: Draft, profile: Profile) -> Tried:
-    """What is known of a draft; of one that was not calibrated as much as if it cost what the full model does."""
+    """What is known of a draft; one that was not calibrated is taken to run like the full model."""
     known = next((t for t in profile.drafts if draft_key(t.draft) == draft_key(draft)), None)
-    return replace(known, draft=draft) if known else Tried(draft, profile.full, (0.0, 0.0), ())
+    return replace(known, draft=draft) if known else Tried(draft, profile.full, (0.0, 0.0), (UNKNOWN,))
 
 
 def _best(tried: Tried, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
@@ -141,9 +163,7 @@ def _best(tried: Tried, mix: Mix, profile: Profile, history: History, setting: S
     return min(found, key=lambda c: c.seconds, default=None)
 
 
-def _weighed(
-    tried: Tried | None, mix: Mix, profile: Profile, history: History, setting: Setting
-) -> Candidate | None:
+def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
     """What is expected of a draft, or of decoding densely; None if it does not fit."""
     draft, pair = (tried.draft, tried.pair) if tried else (None, None)
     memory = MEMORY * profile.device.memory
@@ -211,7 +231,9 @@ class Steps:
         draft, account = tried.draft, tried.pair or self.profile.account
         if draft.policy == "ngram":
             return self._step(tried.cost, 0.0, 1, 0.0)
-        weights = account.weights_read(None if tried.pair else draft, self.rows, self.profile.union_of(draft, self.rows))
+        weights = account.weights_read(
+            None if tried.pair else draft, self.rows, self.profile.union_of(draft, self.rows)
+        )
         if draft.policy == "full" and not tried.pair:  # it reads what the full model reads
             entries, looked_at = self._read(), self._looked_at()
         else:

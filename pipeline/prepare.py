@@ -115,8 +115,7 @@ def waves(
                 fail(found)
             else:
                 planned.append(found)
-        slots = job.max_num_seqs
-        yield from (Wave(tuple(requests), slots) for requests in cut(planned, lambda _: slots))
+        yield from (Wave(tuple(r), job.max_num_seqs) for r in cut(planned, lambda _: job.max_num_seqs))
 
 
 def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint) -> Iterator[Planned | Failed]:

@@ -77,4 +77,6 @@ def provenance(profile: Profile) -> str:
         return f"times as measured on {name}"
     if profile.drafts:
         return f"times from what is published of {name}, acceptance from other models: --profile has measured ones"
-    return f"nothing was measured on {name}, so the draft is the default and times are rough: --profile has measured ones"
+    return (
+        f"nothing was measured on {name}, so the draft is the default and times are rough: --profile has measured ones"
+    )

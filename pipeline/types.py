@@ -12,8 +12,8 @@ import numpy as np
 from std_core.types import Draft, RequestError
 
 __all__ = [
-    "Candidate",
     "ERROR_CODES",
+    "Candidate",
     "FrameOptions",
     "FramePlan",
     "Frames",

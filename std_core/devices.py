@@ -88,10 +88,12 @@ def published(name: str) -> Device:
 
 
 def unmeasured(device: Device, account: Account, model: str, dtype: str) -> Profile:
-    """A profile without a measurement. On a CPU, of which too little is known beforehand, without a choice of drafts."""
+    """A profile without a measurement; on a CPU, of which too little is known beforehand, it leaves no choice."""
     work = 2 / (MULTIPLIES * device.flops)  # s of a multiplication and its sum
     text = account.layers * account.projections
-    cost = Cost(1 / READS, LAUNCH * account.layers, text * work, 2 * account.layers * account.heads * account.head_dim * work)
+    cost = Cost(
+        1 / READS, LAUNCH * account.layers, text * work, 2 * account.layers * account.heads * account.head_dim * work
+    )
     tried = [
         Tried(draft, cost, (0.0, account.layers * account.heads * account.head_dim * work), _expected(rate))
         for draft, rate in EXPECTED.items()

@@ -67,7 +67,8 @@ def setting_of(job: Job, draft: Draft | None, engines: int = 1) -> Setting:
 
 @dataclass(frozen=True)
 class Mix:
-    """A wave's requests in sums: means in tokens, the longest as `Load`, kinds of prompt with their numbers."""
+    """A wave's requests in sums: means in tokens, kinds of prompt with their numbers. `longest` has the most visual
+    tokens of any and the most text of any, since each of the two stores is as long as its longest row."""
 
     count: int
     context: float
@@ -78,7 +79,8 @@ class Mix:
 
     @classmethod
     def of(cls, requests: Sequence[Planned], setting: Setting) -> Mix:
-        count, longest = len(requests), max(requests, key=lambda r: r.context)
+        count = len(requests)
+        visual, text = max(r.plan.tokens for r in requests), max(r.context - r.plan.tokens for r in requests)
         kinds: dict[str, int] = {}
         for request in requests:
             kind = kind_of(request.item.prompt)
@@ -88,7 +90,7 @@ class Mix:
             sum(r.context for r in requests) / count,
             sum(r.plan.tokens for r in requests) / count,
             len({(r.info.uri, r.plan.times) for r in requests}),
-            load_of(longest, setting),
+            Load(visual + text, visual, setting.max_tokens, setting.prefill_chunk),
             tuple(sorted(kinds.items())),
         )
 

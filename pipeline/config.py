@@ -37,7 +37,7 @@ class Job:
     input: str = _flag("", "folder, bucket prefix, glob, one video, or manifest (.parquet, .jsonl, .csv, .txt)")
     output: str = _flag("", "folder or bucket prefix for Parquet parts and ledger")
     model: str = _flag("demo", "preset of conf/model, hub id, or folder")
-    draft: str = _flag("auto", "preset of conf/draft; auto: the plan's choice where --profile allows one, else std")
+    draft: str = _flag("auto", "preset of conf/draft; auto is std, and in a plan what is expected to be fastest")
     profile: str = _flag("", "device profile that jobs/calibrate.py wrote; default: what is published of the device")
     price_per_hour: float | None = _flag(None, "of the machine of one engine, in any currency; for a plan")
     mode: Literal["std", "dense", "sparse"] = _flag(

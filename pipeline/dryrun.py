@@ -79,7 +79,7 @@ def name_of(draft: Draft | None) -> str:
     if draft is None:
         return "dense"
     kept = [] if draft.policy in ("full", "ngram") else [str(draft.k) if draft.k else f"{draft.keep:g}"]
-    cheap = [draft.weights] if draft.weights != "full" else []
+    cheap: list[str] = [draft.weights] if draft.weights != "full" else []
     cheap += [f"{name} {value:g}" for name in ("depth", "channels") if (value := getattr(draft, name)) < 1]
     cheap += [f"by {draft.model}"] if draft.model else []
     return " ".join([draft.policy, *kept, *cheap, f"γ{draft.gamma}"])

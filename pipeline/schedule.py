@@ -56,8 +56,14 @@ def plan(
     waves: list[Wave] = []
     most = -(-len(fitting) // setting.engines) if closed else None  # the last waves are shared among all engines
     for requests in islice(cut(fitting, slots, closed, most), idle_engines):
-        ways = choose(Mix.of(requests, setting), profile, history, setting, history.waves + len(waves))
-        waves.append(Wave(tuple(requests), ways[0].slots, ways[0].draft, ways))
+        parts = [requests]
+        while parts and len(waves) < idle_engines:
+            part = parts.pop()
+            ways = choose(Mix.of(part, setting), profile, history, setting, history.waves + len(waves))
+            if ways:
+                waves.append(Wave(tuple(part), ways[0].slots, ways[0].draft, ways))
+            else:  # much text and many frames, which fit on their own and not together
+                parts += [part[len(part) // 2 :], part[: len(part) // 2]]
     return tuple(waves)
 
 

@@ -60,7 +60,8 @@ class Cost:
         """Non-negative least squares of relative errors."""
         table = [(step.byte_s, 1.0, step.tokens, step.seen) for step in steps]
         weights, errors = non_negative(table, [step.seconds for step in steps])
-        return cls(*weights, residual=errors)
+        scale, constant, token, entry = weights
+        return cls(scale, constant, token, entry, errors)
 
 
 @dataclass(frozen=True)

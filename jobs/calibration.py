@@ -28,7 +28,7 @@ from std_core.types import Draft
 
 WIDTHS = (3, 9)  # tokens a row, of verifications that are timed apart
 GIGABYTES = {"cpu": 2.0, "cuda": 8.0}  # that the bandwidth is measured over
-SQUARE = 4096  # side of the matrices of which the peak is taken
+SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices of which the peak is taken
 SIZES = (1, 2, 4, 8)  # batches whose u_B is measured
 WARM = 1  # pairs of segments before those that count
 PLAIN = Draft("full", gamma=1)  # seats rows and selects nothing
@@ -114,11 +114,11 @@ def presets(text: str) -> list[Draft]:
 def measured_device(device: str, dtype: str) -> Device:
     """The device at hand, with the bandwidth that it reads with and the peak of its matrix products."""
     known = device_at_hand(device)
-    kind = getattr(torch, dtype)
-    a = torch.ones(SQUARE // 4, SQUARE // 4, dtype=kind, device=device)
+    side = SIDES[known.kind]
+    a = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
     seconds = min(_timed_product(a) for _ in range(5))
     bandwidth = read_bandwidth(GIGABYTES["cpu"], 5) * 1e9 if device == "cpu" else _cuda_bandwidth(device)
-    return replace(known, bandwidth=bandwidth, flops=2 * len(a) ** 3 / seconds)
+    return replace(known, bandwidth=bandwidth, flops=2 * side**3 / seconds)
 
 
 def _timed_product(a: torch.Tensor) -> float:

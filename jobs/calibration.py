@@ -87,7 +87,7 @@ def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Pr
         sum(s for _, s in found.vision) / max(1.0, sum(tokens for tokens, _ in found.vision)),
         tried,
         _unions(engine, grid),
-        spread=(1 - full.residual[1], 1 + full.residual[1]),
+        spread=(1 / (1 + full.residual[1]), 1 + full.residual[1]),
     )
 
 

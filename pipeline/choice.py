@@ -112,7 +112,7 @@ def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn:
     if isinstance(setting.draft, Draft) or not profile.drafts:
         draft = setting.draft if isinstance(setting.draft, Draft) else setting.default
         named = _weighed(_tried(draft, profile), mix, profile, history, setting)
-        return tuple(_gains(list(filter(None, [named, dense])), dense))
+        return tuple(_gains([*filter(None, [named, dense])], dense)) if named else ()
     best = [c for c in (_best(t, mix, profile, history, setting) for t in profile.drafts) if c]
     found = sorted(_gains([*filter(None, [dense]), *best], dense), key=lambda c: c.seconds)
     chosen = next((c for c in found if c.draft is None or c.gain >= GAIN), None)
@@ -152,9 +152,15 @@ def _gains(candidates: list[Candidate], dense: Candidate | None) -> Iterator[Can
 
 
 def _tried(draft: Draft, profile: Profile) -> Tried:
-    """What is known of a draft; one that was not calibrated is taken to run like the full model."""
-    known = next((t for t in profile.drafts if draft_key(t.draft) == draft_key(draft)), None)
+    """What is known of a draft, or of one that differs in how much it keeps; one that was not calibrated is taken to run
+    like the full model."""
+    alike = [t for t in profile.drafts if _kind(t.draft) == _kind(draft)]
+    known = next((t for t in alike if draft_key(t.draft) == draft_key(draft)), alike[0] if alike else None)
     return replace(known, draft=draft) if known else Tried(draft, profile.full, (0.0, 0.0), (UNKNOWN,))
+
+
+def _kind(draft: Draft) -> Draft:
+    return replace(draft, gamma=1, keep=1.0, k=None)
 
 
 def _best(tried: Tried, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:

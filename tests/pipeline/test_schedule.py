@@ -200,6 +200,12 @@ def test_a_named_draft_is_used_ungated_and_dense_is_dense() -> None:
     assert plan(pool, PROFILE, History(), 1, True, Setting(draft=None))[0].draft is None
 
 
+def test_a_named_draft_that_keeps_another_share_is_expected_to_run_alike() -> None:
+    setting = Setting(draft=Draft("std", keep=0.5, gamma=3))
+    ways = choose(mix([4000] * 8, setting), PROFILE, History(), setting, 0)
+    assert ways[0].draft == setting.draft and ways[0].acceptance == pytest.approx(90.5 / 101)
+
+
 def test_without_anything_to_choose_from_the_default_drafts() -> None:
     bare = replace(PROFILE, drafts=())
     assert plan((request(0, 0, 100),), bare, History(), 1, True, Setting())[0].draft == Setting().default

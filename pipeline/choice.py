@@ -152,7 +152,7 @@ def _gains(candidates: list[Candidate], dense: Candidate | None) -> Iterator[Can
 
 
 def _tried(draft: Draft, profile: Profile) -> Tried:
-    """What is known of a draft, or of one that differs in how much it keeps; one that was not calibrated is taken to run
+    """What is known of a draft, or of one that differs in how much it keeps; what was not calibrated is taken to run
     like the full model."""
     alike = [t for t in profile.drafts if _kind(t.draft) == _kind(draft)]
     known = next((t for t in alike if draft_key(t.draft) == draft_key(draft)), alike[0] if alike else None)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 
-from pipeline.choice import Mix, Setting, choose, fallback, load_of, memory_of, slots_of
+from pipeline.choice import MEMORY, Mix, Setting, choose, fallback, load_of, memory_of, slots_of
 from pipeline.history import History
 from pipeline.types import Planned, RequestError, UsageError, Wave
 from std_core.memory import Load
@@ -81,10 +81,11 @@ def advice(request: Planned, profile: Profile, setting: Setting) -> str:
     most = max(needs, key=lambda name: needs[name])
     small = "a smaller model, --dtype bfloat16, or more GPUs per engine (--pipeline-parallel-size)"
     short = "lower fps, max_frames, max_pixels, total_pixels or --max-tokens"
+    what = small if most in ("weights", "draft_weights") else short
     return (
         f"a request of {request.context} tokens needs {sum(needs.values()) / 1e9:.1f} GB alone, "
-        f"{needs[most] / 1e9:.1f} of them for {most.replace('_', ' ')}, and {profile.device.name} has "
-        f"{profile.device.memory / 1e9:.1f}: {small if most in ('weights', 'draft_weights') else short} would help"
+        f"{needs[most] / 1e9:.1f} of them for {most.replace('_', ' ')}, and {profile.device.name} can give "
+        f"{MEMORY * profile.device.memory / 1e9:.1f}: {what} would help"
     )
 
 

@@ -179,7 +179,7 @@ def test_slots_are_as_many_as_fit() -> None:
 
 def test_where_nothing_fits_the_plan_says_what_would_help() -> None:
     small = replace(PROFILE, device=replace(A100, name="toy", memory=8e9))
-    with pytest.raises(UsageError, match=r"toy has 8\.0.*smaller model"):
+    with pytest.raises(UsageError, match=r"toy can give 7\.2.*smaller model"):
         plan((request(0, 0, 100),), small, History(), 1, True, Setting())
     long = request(0, 0, 900_000)
     with pytest.raises(UsageError, match="lower fps"):

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""What a job would be: videos, hours, tokens, waves, and which requests would fail and why. No frame is decoded.
+"""What a job would be: videos, tokens, waves and their drafts, hours, and which requests would fail and why. No frame
+is decoded.
 
     python jobs/plan.py --input s3://bucket/videos/ --model qwen2-vl-7b --fps 1
 

@@ -37,7 +37,9 @@ class Job:
     input: str = _flag("", "folder, bucket prefix, glob, one video, or manifest (.parquet, .jsonl, .csv, .txt)")
     output: str = _flag("", "folder or bucket prefix for Parquet parts and ledger")
     model: str = _flag("demo", "preset of conf/model, hub id, or folder")
-    draft: str = _flag("auto", "preset of conf/draft; auto is std")
+    draft: str = _flag("auto", "preset of conf/draft; auto is std, and in a plan what is expected to be fastest")
+    profile: str = _flag("", "device profile that jobs/calibrate.py wrote; default: what is published of the device")
+    price_per_hour: float | None = _flag(None, "of the machine of one engine, in any currency; for a plan")
     mode: Literal["std", "dense", "sparse"] = _flag(
         "std",
         "std drafts sparsely and verifies; dense is the plain loop, with the same text; sparse does not verify: "
@@ -94,6 +96,8 @@ class Job:
                 f"--tensor-parallel-size is {self.tensor_parallel_size}: --strict goes with 2 at most, since the order "
                 "in which more parts are summed depends on a row's place in the batch"
             )
+        if self.price_per_hour is not None and not self.price_per_hour >= 0:
+            raise UsageError(f"--price-per-hour is {self.price_per_hour}: 0 or more is needed")
         if not 0 <= self.max_error_fraction <= 1:
             raise UsageError(f"--max-error-fraction is {self.max_error_fraction}: a share between 0 and 1 is needed")
         if not self.decode_timeout > 0:

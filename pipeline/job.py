@@ -7,18 +7,23 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipeline import dryrun, rows
+from pipeline.choice import setting_of
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, model_path, parse_job
 from pipeline.ledger import LeaseLost
-from pipeline.prepare import Failed, Requests, manifest_of, waves, window_of
+from pipeline.prepare import Failed, Pending, Requests, manifest_of, waves, window_of
+from pipeline.profile import profile_for
 from pipeline.progress import Watch
+from pipeline.schedule import History, misfit, plan
 from pipeline.sink import Output, open_output
-from pipeline.types import Frames, Planned, RequestError, RunError, UsageError
+from pipeline.types import Frames, Planned, RequestError, RunError, UsageError, Wave
 from std_core.checkpoint import Checkpoint
 from std_core.ranks import undividable
 from std_core.types import Draft, Result
@@ -104,15 +109,43 @@ def prompts_of(job: Job, default_prompt: str) -> tuple[str, ...]:
 def plan_job(job: Job, default_prompt: str) -> int:
     """Prints what the job would do; the last line is JSON."""
     checkpoint = load(job)
-    draft_for(job, checkpoint), window_of(job, checkpoint)  # what is wrong for a run is wrong for its plan
+    draft, _ = draft_for(job, checkpoint), window_of(job, checkpoint)  # what is wrong for a run is wrong for its plan
+    outlook = outlook_of(job, checkpoint, draft)
     manifest = manifest_of(job, prompts_of(job, default_prompt))
     requests = Requests(islice(manifest.items(), job.limit), job, checkpoint.revision, set())
     failed: list[Failed] = []
-    planned = list(waves(requests.without_row(frozenset()), job, checkpoint, failed.append))
-    report = dryrun.report(planned, failed)
+    known = waves(requests.without_row(frozenset()), job, checkpoint, failed.append)
+    planned = list(_fitting((r for wave in known for r in wave.requests), outlook, failed))
+    report = dryrun.report(_waves(planned, outlook), failed, outlook)
     print(dryrun.table(report, failed))
     print(json.dumps(report), flush=True)
     return 0
+
+
+def outlook_of(job: Job, checkpoint: Checkpoint, draft: Draft | None) -> dryrun.Outlook:
+    """What a plan's times are made from. Raises UsageError for a profile that is none, or is of something else."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    profile = profile_for(job.profile, checkpoint, job.dtype, device)
+    return dryrun.Outlook(profile, setting_of(job, draft), job.price_per_hour)
+
+
+def _fitting(requests: Iterable[Planned], outlook: dryrun.Outlook, failed: list[Failed]) -> Iterator[Planned]:
+    """Those for which the device is large enough; the others are failures, unless there are no other."""
+    small: list[Failed] = []
+    fitting = False
+    for request in requests:
+        if error := misfit(request, outlook.profile, outlook.setting):
+            small.append(Failed(Pending(request.request_id, request.item), error, request.info))
+        else:
+            fitting = True
+            yield request
+    if small and not fitting:
+        raise UsageError(small[-1].error.message)
+    failed += small
+
+
+def _waves(planned: Sequence[Planned], outlook: dryrun.Outlook) -> tuple[Wave, ...]:
+    return plan(planned, outlook.profile, History(), max(1, len(planned)), True, outlook.setting)
 
 
 def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pipeline.identity import request_id
 from pipeline.manifest import Manifest, open_manifest
 from pipeline.probe import probe
 from pipeline.sampling import plan_frames
-from pipeline.schedule import plan
+from pipeline.schedule import cut
 from pipeline.types import Item, Planned, RequestError, UsageError, VideoInfo, Wave
 from pipeline.windows import Window, windows
 from std_core.checkpoint import Checkpoint
@@ -139,7 +139,7 @@ def waves(
                 fail(found)
             else:
                 planned.append(found)
-        yield from plan(tuple(planned), job.max_num_seqs)
+        yield from (Wave(tuple(r), job.max_num_seqs) for r in cut(planned, lambda _: job.max_num_seqs))
 
 
 def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint) -> Iterator[Planned | Failed]:

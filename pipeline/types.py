@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from std_core.types import RequestError
+from std_core.types import Draft, RequestError
 
 __all__ = [
     "ERROR_CODES",
+    "Candidate",
     "FrameOptions",
     "FramePlan",
     "Frames",
@@ -176,8 +177,42 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way to decode a wave, and what is expected of it.
+
+    Args:
+        draft: None decodes densely.
+        acceptance: a, the probability that a drafted token is accepted if those before it are.
+        bytes: read per written token.
+        bound: how much faster than the dense loop's those bytes allow.
+        seconds: per request: decoding, selection, gather, a second model's prefill.
+        gain: the dense loop's seconds over these.
+        round_s: of a round, each row's share, before any correction by what was seen.
+        memory: bytes by what they are for, at `slots` × the longest request.
+    """
+
+    draft: Draft | None
+    slots: int
+    acceptance: float = 0.0
+    bytes: float = 0.0
+    bound: float = 1.0
+    seconds: float = 0.0
+    gain: float = 1.0
+    round_s: float = 0.0
+    memory: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Wave:
-    """What an engine is handed: requests of like context length, in the order in which they enter its slots."""
+    """What an engine is handed: requests of like context length, in the order in which they enter its slots.
+
+    Args:
+        max_num_seqs: slots.
+        draft: what drafts; None decodes densely.
+        why: the ways that were weighed, the chosen one first, the others by what is expected of them.
+    """
 
     requests: tuple[Planned, ...]
     max_num_seqs: int
+    draft: Draft | None = None
+    why: tuple[Candidate, ...] = ()

@@ -19,7 +19,14 @@ SCALE_BITS = {"int8": 0.0, "int4": 1.0}  # 4 bits have a scale of 2 × 16 bits p
 
 @dataclass(frozen=True)
 class Account:
-    """A text stack's dimensions. Bytes are per weight and per cache element."""
+    """A text stack's dimensions, and how large the model around it is. Bytes are per weight and per cache element.
+
+    Args:
+        parameters: of the whole model; 0 where only what a step reads is asked for.
+        tower: of its vision tower and what merges its output, in parameters.
+        tower_width: of the tower's blocks.
+        patches: that go into a visual token.
+    """
 
     layers: int
     hidden: int
@@ -32,6 +39,10 @@ class Account:
     router: int = 0  # experts that there are, if a router chooses among them
     weight_bytes: float = 2
     kv_bytes: float = 2
+    parameters: int = 0
+    tower: int = 0
+    tower_width: int = 0
+    patches: int = 4
 
     @classmethod
     def of(cls, config: Any, weight_bytes: float = 2, kv_bytes: float = 2) -> Account:

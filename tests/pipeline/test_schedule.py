@@ -1,19 +1,46 @@
 from __future__ import annotations
 
+import time
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.schedule import HALF, WAVE, plan
-from pipeline.types import FramePlan, Item, Planned, VideoInfo
+from pipeline.choice import GAIN, MEMORY, Mix, choose
+from pipeline.history import EVERY
+from pipeline.schedule import HALF, LIKE, WAVE, History, Setting, cut, misfit, plan
+from pipeline.types import FramePlan, Item, Planned, UsageError, VideoInfo
+from std_core.account import Account
+from std_core.memory import Load, terms
+from std_core.profile import Accepted, Cost, Device, Profile, Tried
+from std_core.types import Draft
+
+LLAMA = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=8_030_000_000)
+A100 = Device("A100", "cuda", 2e12, 80e9, 312e12)
+FLAT = Cost(1.0, 1e-3)
+GOOD = (Accepted(4096, "caption", 90, 10),)
+STD = Tried(Draft("std"), FLAT, (0.0, 0.0), GOOD)
+INT4 = Tried(Draft("std", weights="int4"), FLAT, (0.0, 0.0), GOOD)
+BAD = Tried(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", 1, 99),))
+PROFILE = Profile(A100, "m", "bfloat16", LLAMA, FLAT, (0.0, 1e-4, 0.0), 1e-5, (STD, INT4, BAD))
 
 
-def request(number: int, video: int, context: int) -> Planned:
+def request(number: int, video: int, context: int, visual: int | None = None) -> Planned:
     uri = f"v{video}.mp4"
     info = VideoInfo(uri, 1, "1", "mp4", "h264", 1.0, 0.0, 8, True, 8.0, 56, 56, 0)
-    return Planned(str(number), Item(uri, "?"), info, FramePlan((0.0,), 56, 56, 1.0, context), context)
+    tokens = context if visual is None else visual
+    return Planned(str(number), Item(uri, "Describe."), info, FramePlan((0.0,), 56, 56, 1.0, tokens), context)
+
+
+def ids(requests: tuple[Planned, ...]) -> Counter[str]:
+    return Counter(r.request_id for r in requests)
+
+
+def mix(contexts: list[int], setting: Setting) -> Mix:
+    return Mix.of([request(i, i, context) for i, context in enumerate(contexts)], setting)
 
 
 pools = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5000)), max_size=400).map(
@@ -21,19 +48,21 @@ pools = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5000)), max_size=4
 )
 
 
+# --------------------------------------------------------------------------------------------- what goes together
+
+
 @settings(deadline=None)
 @given(pools, st.integers(1, 8))
 def test_every_request_is_in_one_wave(pool: tuple[Planned, ...], slots: int) -> None:
-    waves = plan(pool, slots)
-    assert Counter(r.request_id for w in waves for r in w.requests) == Counter(r.request_id for r in pool)
-    assert all(w.requests and w.max_num_seqs == slots for w in waves)
+    waves = list(cut(pool, lambda _: slots))
+    assert Counter(r.request_id for wave in waves for r in wave) == ids(pool)
+    assert all(waves)
 
 
 @settings(deadline=None)
 @given(pools, st.integers(1, 8))
 def test_questions_on_a_video_lie_side_by_side_in_one_wave(pool: tuple[Planned, ...], slots: int) -> None:
-    waves = plan(pool, slots)
-    in_order = [(w, r.info.uri) for w, wave in enumerate(waves) for r in wave.requests]
+    in_order = [(w, r.info.uri) for w, wave in enumerate(cut(pool, lambda _: slots)) for r in wave]
     runs = [pair for i, pair in enumerate(in_order) if i == 0 or in_order[i - 1] != pair]
     assert len(runs) == len({r.info.uri for r in pool})
 
@@ -41,23 +70,234 @@ def test_questions_on_a_video_lie_side_by_side_in_one_wave(pool: tuple[Planned, 
 @settings(deadline=None)
 @given(pools, st.integers(1, 8))
 def test_waves_are_full_and_alike(pool: tuple[Planned, ...], slots: int) -> None:
-    waves = plan(pool, slots)
-    for wave, following in pairwise(waves):
-        assert len(wave.requests) <= WAVE * slots or len({r.info.uri for r in wave.requests}) == 1
-        first = [r for r in following.requests if r.info.uri == following.requests[0].info.uri]
-        assert len(wave.requests) >= HALF * slots or len(wave.requests) + len(first) > WAVE * slots
-        assert max(r.context for r in wave.requests) >= max(r.context for r in following.requests)
-
-
-@settings(deadline=None)
-@given(pools, st.integers(1, 8))
-def test_the_same_pool_gives_the_same_plan(pool: tuple[Planned, ...], slots: int) -> None:
-    assert plan(pool, slots) == plan(tuple(pool), slots)
+    for wave, following in pairwise(cut(pool, lambda _: slots)):
+        assert len(wave) <= WAVE * slots or len({r.info.uri for r in wave}) == 1
+        first = [r for r in following if r.info.uri == following[0].info.uri]
+        assert len(wave) >= HALF * slots or len(wave) + len(first) > WAVE * slots
+        assert max(r.context for r in wave) >= max(r.context for r in following)
 
 
 def test_longest_first_and_cut_where_contexts_change() -> None:
     pool = tuple(request(i, i, 100 if i % 2 else 4000) for i in range(2 * HALF))
-    waves = plan(pool, 1)
-    assert [{r.context for r in w.requests} for w in waves] == [{4000}, {100}]
-    few = plan(pool[:4], 1)
-    assert [r.context for r in few[0].requests] == [4000, 4000, 100, 100]
+    assert [{r.context for r in w} for w in cut(pool, lambda _: 1)] == [{4000}, {100}]
+    (few,) = cut(pool[:4], lambda _: 1)
+    assert [r.context for r in few] == [4000, 4000, 100, 100]
+
+
+@settings(deadline=None)
+@given(pools, st.integers(1, 4))
+def test_what_is_held_back_is_less_than_a_half_full_wave_of_like_contexts(
+    pool: tuple[Planned, ...], slots: int
+) -> None:
+    waves = list(cut(pool, lambda _: slots, closed=False))
+    for wave in waves:
+        groups = {uri: max(r.context for r in wave if r.info.uri == uri) for uri in {r.info.uri for r in wave}}
+        assert len(wave) >= HALF * slots and max(groups.values()) <= LIKE * min(groups.values())
+    out = {r.request_id for wave in waves for r in wave}
+    left = tuple(r for r in pool if r.request_id not in out)
+    assert Counter(r.request_id for w in cut(left, lambda _: slots) for r in w) + Counter(out) == ids(pool)
+
+
+# ---------------------------------------------------------------------------------------------- a sequence of calls
+
+
+calls = st.lists(st.tuples(pools, st.integers(0, 3)), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=30)
+@given(calls, st.integers(1, 8), st.integers(1, 3))
+def test_over_any_calls_every_request_is_in_one_wave(
+    arriving: list[tuple[tuple[Planned, ...], int]], slots: int, engines: int
+) -> None:
+    setting = Setting(slots, engines=engines)
+    pool: list[Planned] = []
+    seen: Counter[str] = Counter()
+    history, whole = History(), 0
+    for part, (new, idle) in enumerate([*arriving, *[((), 10)] * 999]):
+        pool += [replace(r, request_id=f"{part}/{r.request_id}") for r in new]
+        whole += len(new)
+        closed = part >= len(arriving)
+        waves = plan(pool, PROFILE, history, idle, closed, setting)
+        assert len(waves) <= idle
+        assert waves == plan(tuple(pool), PROFILE, history, idle, closed, setting)
+        history = history.issued(len(waves))
+        out = {r.request_id for wave in waves for r in wave.requests}
+        seen.update(r.request_id for wave in waves for r in wave.requests)
+        pool = [r for r in pool if r.request_id not in out]
+        if closed and not pool:
+            break
+    assert len(seen) == whole and set(seen.values()) <= {1}
+
+
+def test_engines_share_the_tail() -> None:
+    pool = tuple(request(i, i, 1000) for i in range(40))
+    waves = plan(pool, PROFILE, History(), 4, True, Setting(4, engines=4))
+    assert [len(w.requests) for w in waves] == [10, 10, 10, 10]
+
+
+def test_fifty_thousand_are_planned_in_seconds() -> None:
+    pool = tuple(request(i, i // 2, 500 + i * 7919 % 60_000) for i in range(50_000))
+    began = time.process_time()
+    waves = plan(pool, PROFILE, History(), len(pool), True, Setting())
+    assert sum(len(w.requests) for w in waves) == len(pool)
+    assert time.process_time() - began < 10  # 1.1 s on an idle core
+
+
+# ------------------------------------------------------------------------------------------------------ what fits
+
+
+mixed = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20_000), st.floats(0, 1)), max_size=100).map(
+    lambda found: tuple(request(i, video, n, int(n * share)) for i, (video, n, share) in enumerate(found))
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(mixed, st.floats(16.2e9, 30e9), st.sampled_from(["auto", None, Draft("std"), Draft("std", weights="int8")]))
+def test_memory_is_never_exceeded(pool: tuple[Planned, ...], memory: float, draft: Draft | None) -> None:
+    profile = replace(PROFILE, device=replace(A100, memory=memory))
+    setting = Setting(64, draft=draft)  # type: ignore[arg-type]
+    assume(any(misfit(r, profile, setting) is None for r in pool))
+    waves = plan(pool, profile, History(), 1000, True, setting)
+    for wave in waves:
+        assert wave.max_num_seqs >= 1 and wave.why[0].slots == wave.max_num_seqs
+        visual, text = (
+            max(n) for n in zip(*((r.plan.tokens, r.context - r.plan.tokens) for r in wave.requests), strict=True)
+        )
+        needed = terms(LLAMA, Load(visual + text, visual, setting.max_tokens), wave.max_num_seqs, wave.draft)
+        assert sum(needed.values()) <= MEMORY * memory
+    out = {r.request_id for wave in waves for r in wave.requests}
+    assert all((r.request_id in out) == (misfit(r, profile, setting) is None) for r in pool)
+
+
+def test_slots_are_as_many_as_fit() -> None:
+    pool = tuple(request(i, i, 100_000) for i in range(100))
+    (wave, *_) = plan(pool, PROFILE, History(), 1, True, Setting(32, draft=None))
+    row = dict(wave.why[0].memory)["kv"] / wave.max_num_seqs
+    total = sum(size for _, size in wave.why[0].memory)
+    assert 1 < wave.max_num_seqs < 32 and total <= MEMORY * 80e9 < total + 1.01 * row
+
+
+def test_where_nothing_fits_the_plan_says_what_would_help() -> None:
+    small = replace(PROFILE, device=replace(A100, name="toy", memory=8e9))
+    with pytest.raises(UsageError, match=r"toy can give 7\.2.*smaller model"):
+        plan((request(0, 0, 100),), small, History(), 1, True, Setting())
+    long = request(0, 0, 900_000)
+    with pytest.raises(UsageError, match="lower fps"):
+        plan((long,), PROFILE, History(), 1, True, Setting())
+    error = misfit(long, PROFILE, Setting())
+    assert error is not None and error.code == "out_of_memory"
+    (wave,) = plan((long, request(1, 1, 100)), PROFILE, History(), 9, True, Setting())
+    assert [r.request_id for r in wave.requests] == ["1"]
+
+
+# -------------------------------------------------------------------------------------------------- which draft
+
+
+def test_a_named_draft_is_used_ungated_and_dense_is_dense() -> None:
+    pool = (request(0, 0, 100),)
+    named = plan(pool, PROFILE, History(), 1, True, Setting(draft=Draft("random", gamma=7)))[0]
+    assert named.draft == Draft("random", gamma=7) and named.why[0].gain < 1
+    assert plan(pool, PROFILE, History(), 1, True, Setting(draft=None))[0].draft is None
+
+
+def test_a_named_draft_that_keeps_another_share_is_expected_to_run_alike() -> None:
+    setting = Setting(draft=Draft("std", keep=0.5, gamma=3))
+    ways = choose(mix([4000] * 8, setting), PROFILE, History(), setting, 0)
+    assert ways[0].draft == setting.draft and ways[0].acceptance == pytest.approx(90.5 / 101)
+
+
+def test_without_anything_to_choose_from_the_default_drafts() -> None:
+    bare = replace(PROFILE, drafts=())
+    assert plan((request(0, 0, 100),), bare, History(), 1, True, Setting())[0].draft == Setting().default
+
+
+def test_a_draft_is_chosen_for_a_gain_only() -> None:
+    setting = Setting()
+    only = replace(PROFILE, drafts=(STD,))
+    short, long = (choose(mix([n] * 8, setting), only, History(), setting, 0) for n in (200, 60_000))
+    assert short[0].draft is None and all(c.gain < GAIN for c in short[1:])
+    assert long[0].draft is not None and long[0].gain >= GAIN and long[0].gain <= long[0].bound + 0.05
+    one = choose(mix([2000], setting), PROFILE, History(), setting, 0)[0]  # at B = 1 cheap weights pay
+    assert one.draft is not None and one.draft.weights == "int4"
+
+
+def test_one_time_costs_count_against_short_texts() -> None:
+    dear = replace(PROFILE, drafts=(replace(STD, once=(0.05, 0.0)),))
+    long, short = (Setting(max_tokens=n) for n in (128, 4))
+    assert choose(mix([60_000] * 8, long), dear, History(), long, 0)[0].draft is not None
+    assert choose(mix([60_000] * 8, short), dear, History(), short, 0)[0].draft is None
+
+
+def test_prefixes_that_rows_share_are_read_once_and_leave_less_to_save() -> None:
+    setting = Setting()
+    apart = [request(i, i, 30_000) for i in range(8)]
+    shared = [request(i, 0, 30_000) for i in range(8)]
+    gains = [choose(Mix.of(r, setting), PROFILE, History(), setting, 0)[0].gain for r in (apart, shared)]
+    assert gains[1] < gains[0]
+
+
+accounts = st.builds(
+    Account,
+    layers=st.integers(12, 80),
+    hidden=st.sampled_from([2048, 4096, 8192]),
+    intermediate=st.sampled_from([8192, 14336, 28672]),
+    heads=st.just(32),
+    kv_heads=st.sampled_from([2, 4, 8]),
+    head_dim=st.sampled_from([64, 128]),
+    vocabulary=st.just(128_000),
+)
+
+
+@settings(deadline=None)
+@given(
+    accounts,
+    st.integers(1, 8),
+    st.floats(0.3, 0.95),
+    st.floats(0.1, 0.6),
+    st.floats(0, 2e-3),
+    st.floats(0, 2e-3),
+    st.sampled_from([0.3e12, 2e12, 4.8e12]),
+)
+def test_the_choice_flips_at_the_latency_crossing(
+    account: Account, rows: int, union: float, keep: float, c_p: float, c_kv: float, bandwidth: float
+) -> None:
+    """n_lat = n*_B − (c_P − c_KV)/s (Crossover §4.3), for drafts of equal acceptance."""
+    sparse, kept = Draft("full", channels=0.3), Draft("std", keep=keep)
+    profile = replace(
+        PROFILE,
+        device=replace(A100, bandwidth=bandwidth, memory=1e15),
+        account=account,
+        full=Cost(),
+        drafts=(Tried(sparse, Cost(1.0, c_p), (0, 0), GOOD), Tried(kept, Cost(1.0, c_kv), (0, 0), GOOD)),
+        union=((0.3, rows, union),),
+    )
+    s = rows * account.entry_bytes * (1 - keep) / bandwidth  # s per token of context
+    crossing = account.crossover(keep, union, rows) - (c_p - c_kv) / s
+    assume(crossing > 200)
+    for context, expected in ((round(crossing * 0.99) - 2, sparse), (round(crossing * 1.01) + 2, kept)):
+        ways = choose(mix([context] * rows, Setting(rows)), profile, History(), Setting(rows), 0)
+        best = next(c for c in sorted(ways, key=lambda c: c.seconds) if c.draft is not None)
+        assert best.draft is not None and best.draft.policy == expected.policy
+
+
+def test_one_wave_in_fifty_takes_a_dropped_draft_each_in_turn() -> None:
+    setting = Setting()
+    some = mix([60_000] * 8, setting)
+    usual = choose(some, PROFILE, History(), setting, 0)[0].draft
+    taken = [choose(some, PROFILE, History(), setting, turn)[0].draft for turn in range(2 * EVERY)]
+    others = [draft for draft in taken if draft != usual]
+    assert len(others) == 2 and others[0] != others[1]
+    pool = tuple(request(i, i, 60_000) for i in range(8))
+    waves = plan(pool, PROFILE, History().issued(EVERY - 1), 1, True, setting)
+    assert waves[0].draft == others[0]
+
+
+def test_strict_bounds_gamma_and_widens_every_step() -> None:
+    setting = Setting(strict=4)
+    ways = choose(mix([60_000] * 8, setting), PROFILE, History(), setting, 0)
+    assert all(c.draft is None or c.draft.gamma < 4 for c in ways)
+    wide = replace(PROFILE, full=Cost(1.0, 0, token=1.0))
+    dense = [
+        choose(mix([100], s), wide, History(), s, 0)[0] for s in (Setting(draft=None), Setting(draft=None, strict=4))
+    ]
+    assert dense[1].round_s == pytest.approx(dense[0].round_s + 3.0)

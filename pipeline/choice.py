@@ -1,0 +1,263 @@
+"""Which draft a wave decodes with: what every candidate reads, how long it is expected to take, whether it fits.
+
+Pure sums over a profile and what was seen so far; knows no queue, no engine and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipeline.config import Job
+from pipeline.history import History, draft_key, kind_of
+from pipeline.types import Candidate, Planned
+from std_core.account import Account, tokens_per_round
+from std_core.memory import Load, most_slots, terms
+from std_core.profile import Accepted, Cost, Profile, Tried
+from std_core.types import Draft
+
+GAIN = 1.05  # predicted, below which a draft is not worth its uncertainty
+GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
+MEMORY = 0.9  # of a device's, that is planned with
+STANDARD = Draft()
+UNKNOWN = Accepted(2048, "caption", 80, 20)  # of a draft that was not calibrated
+USUAL = {"caption": 128.0, "question": 32.0}  # tokens written where nothing is known
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a job says of its waves.
+
+    Args:
+        max_num_seqs: slots at most.
+        draft: used ungated; None decodes densely; `auto` is a choice.
+        default: in the place of a choice where there is nothing to choose from.
+        engines: that share the work.
+        strict: tokens that each verification is padded to, if any.
+    """
+
+    max_num_seqs: int = 8
+    max_tokens: int = 256
+    prefill_chunk: int = 2048
+    draft: Draft | Literal["auto"] | None = "auto"
+    default: Draft = STANDARD
+    engines: int = 1
+    strict: int = 0
+
+
+def setting_of(job: Job, draft: Draft | None, engines: int = 1) -> Setting:
+    """A job's setting.
+
+    Args:
+        draft: as `draft_of` has it; a choice is left where `--draft` is `auto` and no number of a draft is given.
+        engines: that share the work.
+    """
+    given = (job.gamma, job.keep, job.k) != (None, None, None)
+    free = job.draft == "auto" and job.mode == "std" and not given
+    return Setting(
+        job.max_num_seqs,
+        job.max_tokens,
+        draft="auto" if free else draft,
+        default=draft or Draft(),
+        engines=engines,
+        strict=job.strict,
+    )
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A wave's requests in sums: means in tokens, kinds of prompt with their numbers. `longest` has the most visual
+    tokens of any and the most text of any, since each of the two stores is as long as its longest row."""
+
+    count: int
+    context: float
+    visual: float
+    videos: int
+    longest: Load
+    kinds: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, requests: Sequence[Planned], setting: Setting) -> Mix:
+        count = len(requests)
+        visual, text = max(r.plan.tokens for r in requests), max(r.context - r.plan.tokens for r in requests)
+        kinds: dict[str, int] = {}
+        for request in requests:
+            kind = kind_of(request.item.prompt)
+            kinds[kind] = kinds.get(kind, 0) + 1
+        return cls(
+            count,
+            sum(r.context for r in requests) / count,
+            sum(r.plan.tokens for r in requests) / count,
+            len({(r.info.uri, r.plan.times) for r in requests}),
+            Load(visual + text, visual, setting.max_tokens, setting.prefill_chunk),
+            tuple(sorted(kinds.items())),
+        )
+
+
+def load_of(request: Planned, setting: Setting) -> Load:
+    return Load(request.context, request.plan.tokens, setting.max_tokens, setting.prefill_chunk)
+
+
+def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn: int) -> tuple[Candidate, ...]:
+    """All ways to decode a wave, the chosen one first; none if not a single slot fits.
+
+    Args:
+        turn: number of the wave. One in `EVERY` takes a draft that would have been dropped, so that a wrong
+            expectation is found out.
+    """
+    dense = _weighed(None, mix, profile, history, setting)
+    if setting.draft is None:
+        return tuple(filter(None, [dense]))
+    if isinstance(setting.draft, Draft) or not profile.drafts:
+        draft = setting.draft if isinstance(setting.draft, Draft) else setting.default
+        named = _weighed(_tried(draft, profile), mix, profile, history, setting)
+        return tuple(_gains([*filter(None, [named, dense])], dense)) if named else ()
+    best = [c for c in (_best(t, mix, profile, history, setting) for t in profile.drafts) if c]
+    found = sorted(_gains([*filter(None, [dense]), *best], dense), key=lambda c: c.seconds)
+    chosen = next((c for c in found if c.draft is None or c.gain >= GAIN), None)
+    dropped = [c for c in found if c is not chosen and c.draft is not None]
+    if dropped and history.explores(turn):
+        chosen = dropped[history.exploration(turn) % len(dropped)]
+    return tuple([c for c in found if c is chosen] + [c for c in found if c is not chosen])
+
+
+def slots_of(load: Load, profile: Profile, setting: Setting, draft: Draft | None) -> int:
+    """Slots that fit the device at such requests; 0 if none."""
+    memory = MEMORY * profile.device.memory
+    return most_slots(profile.account, load, memory, setting.max_num_seqs, draft, _pair(profile, draft))
+
+
+def memory_of(load: Load, profile: Profile, draft: Draft | None, slots: int) -> dict[str, float]:
+    """Bytes by what they are for."""
+    return terms(profile.account, load, slots, draft, _pair(profile, draft))
+
+
+def _pair(profile: Profile, draft: Draft | None) -> Account | None:
+    """The second model of a draft that has one, if it was calibrated."""
+    return next((t.pair for t in profile.drafts if draft and draft.model and t.draft.model == draft.model), None)
+
+
+def fallback(profile: Profile, setting: Setting) -> Draft | None:
+    """The draft without which a wave cannot be; where there is a choice, decoding densely is always left."""
+    if isinstance(setting.draft, Draft) or setting.draft is None:
+        return setting.draft
+    return None if profile.drafts else setting.default
+
+
+def _gains(candidates: list[Candidate], dense: Candidate | None) -> Iterator[Candidate]:
+    """Relative to the dense loop; where that does not fit, to the slowest."""
+    base = dense or max(candidates, key=lambda c: c.seconds, default=None)
+    return (replace(c, gain=base.seconds / c.seconds) for c in candidates) if base else iter(())
+
+
+def _tried(draft: Draft, profile: Profile) -> Tried:
+    """What is known of a draft, or of one that differs in how much it keeps; what was not calibrated is taken to run
+    like the full model."""
+    alike = [t for t in profile.drafts if _kind(t.draft) == _kind(draft)]
+    known = next((t for t in alike if draft_key(t.draft) == draft_key(draft)), alike[0] if alike else None)
+    return replace(known, draft=draft) if known else Tried(draft, profile.full, (0.0, 0.0), (UNKNOWN,))
+
+
+def _kind(draft: Draft) -> Draft:
+    return replace(draft, gamma=1, keep=1.0, k=None)
+
+
+def _best(tried: Tried, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
+    """With the γ that is expected to be fastest."""
+    gammas = [g for g in GAMMAS if not setting.strict or g < setting.strict]
+    each = [replace(tried, draft=replace(tried.draft, gamma=g)) for g in gammas]
+    found = [c for c in (_weighed(t, mix, profile, history, setting) for t in each) if c]
+    return min(found, key=lambda c: c.seconds, default=None)
+
+
+def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
+    """What is expected of a draft, or of decoding densely; None if it does not fit."""
+    draft, pair = (tried.draft, tried.pair) if tried else (None, None)
+    memory = MEMORY * profile.device.memory
+    slots = most_slots(profile.account, mix.longest, memory, setting.max_num_seqs, draft, pair)
+    if not slots:
+        return None
+    written = rounds = rate = 0.0  # of all requests
+    for kind, count in mix.kinds:
+        length, a = expected_length(kind, profile, history, setting), _acceptance(tried, mix, kind, history)
+        written += count * length
+        rounds += count * length / tokens_per_round(a, draft.gamma if draft else 0)
+        rate += count * a
+    step = Steps(profile, mix, min(slots, mix.count), written / mix.count / 2)
+    round_s, read = step.round(tried, setting.strict)
+    _, plain = step.round(None, setting.strict)
+    once = tried.once[0] + tried.once[1] * mix.context if tried else 0.0
+    return Candidate(
+        draft,
+        slots,
+        acceptance=rate / mix.count,
+        bytes=rounds / written * read / step.rows,
+        bound=written * plain / (rounds * read),
+        seconds=rounds / mix.count * round_s / step.rows * history.speed(draft) + once,
+        round_s=round_s / step.rows,
+        memory=tuple(terms(profile.account, mix.longest, slots, draft, pair).items()),
+    )
+
+
+def expected_length(kind: str, profile: Profile, history: History, setting: Setting) -> float:
+    """Tokens that such a prompt's text has: as seen in this run, as measured, or as is usual."""
+    seen = history.length(kind) or dict(profile.lengths).get(kind) or USUAL[kind]
+    return min(seen, float(setting.max_tokens))
+
+
+def _acceptance(tried: Tried | None, mix: Mix, kind: str, history: History) -> float:
+    if tried is None:
+        return 0.0
+    seen = history.acceptance(tried.draft, kind)
+    return seen if seen is not None else tried.accepts(mix.context, kind)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a batch of a wave's mean requests, whose rows have written `grown` tokens."""
+
+    profile: Profile
+    mix: Mix
+    rows: int
+    grown: float
+
+    def round(self, tried: Tried | None, strict: int = 0) -> tuple[float, float]:
+        """Seconds and bytes of γ draft steps and the verification of γ + 1 tokens; of a dense step without a draft."""
+        gamma = tried.draft.gamma if tried else 0
+        width = max(gamma + 1, strict)
+        verify_s, read = self._step(self.profile.full, self._full_bytes(), width, self._looked_at())
+        if tried is None:
+            return verify_s, read
+        drafted_s, drafted = self._draft(tried)
+        return gamma * drafted_s + verify_s, gamma * drafted + read
+
+    def _step(self, cost: Cost, read: float, width: int, entries: float) -> tuple[float, float]:
+        return cost.seconds(read / self.profile.device.bandwidth, self.rows * width, entries * width), read
+
+    def _draft(self, tried: Tried) -> tuple[float, float]:
+        draft, account = tried.draft, tried.pair or self.profile.account
+        if draft.policy == "ngram":
+            return self._step(tried.cost, 0.0, 1, 0.0)
+        weights = account.weights_read(
+            None if tried.pair else draft, self.rows, self.profile.union_of(draft, self.rows)
+        )
+        if draft.policy == "full" and not tried.pair:  # it reads what the full model reads
+            entries, looked_at = self._read(), self._looked_at()
+        else:
+            kept = min(self.mix.visual, draft.k if draft.k is not None else draft.keep * self.mix.visual)
+            entries = looked_at = self.rows * (kept + self.mix.context - self.mix.visual + self.grown)
+        return self._step(tried.cost, weights + entries * account.kv_read(draft), 1, looked_at)
+
+    def _full_bytes(self) -> float:
+        account = self.profile.account
+        return account.weights_read() + self._read() * account.kv_read()
+
+    def _read(self) -> float:
+        """Entries: a prefix that rows share once."""
+        shared = self.mix.visual * self.mix.videos / self.mix.count
+        return self.rows * (shared + self.mix.context - self.mix.visual + self.grown)
+
+    def _looked_at(self) -> float:
+        """Entries, each by every row."""
+        return self.rows * (self.mix.context + self.grown)

@@ -1,0 +1,100 @@
+"""What earlier waves of a run have shown: acceptance, speed and lengths, as medians over waves. Values, no clock."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipeline.types import Wave
+from std_core.types import Draft, Result
+
+ROUNDS = 3  # of decoding, below which a wave says nothing about its draft
+KEPT = 32  # waves whose figures are kept, the newest
+EVERY = 50  # waves of which one explores
+
+Seen = Mapping[tuple[object, ...], tuple[float, ...]]
+
+
+def kind_of(prompt: str) -> str:
+    """Prompts that ask are answered briefly; the others want a description."""
+    return "question" if prompt.rstrip().endswith("?") else "caption"
+
+
+def draft_key(draft: Draft | None) -> Draft | None:
+    """A draft as acceptance per token depends on it: whatever its γ."""
+    return None if draft is None else replace(draft, gamma=1)
+
+
+@dataclass(frozen=True)
+class History:
+    """`issued` and `observed` return the next one.
+
+    Attributes:
+        waves: handed out so far.
+        accepts: by draft and kind of prompt.
+        speeds: by draft, measured seconds of rounds over predicted ones.
+        lengths: by kind of prompt, mean tokens written.
+    """
+
+    waves: int = 0
+    accepts: Seen = field(default_factory=dict)
+    speeds: Seen = field(default_factory=dict)
+    lengths: Seen = field(default_factory=dict)
+
+    def issued(self, waves: int) -> History:
+        """Once so many waves are handed out."""
+        return replace(self, waves=self.waves + waves)
+
+    def observed(self, wave: Wave, results: Sequence[Result]) -> History:
+        """Once a wave, or a part of it, is through."""
+        kinds = {request.request_id: kind_of(request.item.prompt) for request in wave.requests}
+        good = [r for r in results if r.error is None and r.request_id in kinds]
+        accepts, speeds, lengths = self.accepts, self.speeds, self.lengths
+        for kind in sorted({kinds[r.request_id] for r in good}):
+            some = [r for r in good if kinds[r.request_id] == kind]
+            lengths = _with(lengths, (kind,), statistics.fmean(len(r.token_ids) for r in some))
+            if wave.draft is not None and sum(r.rounds for r in some) >= ROUNDS:
+                accepts = _with(accepts, (draft_key(wave.draft), kind), acceptance(some))
+        rounds = sum(r.rounds for r in good)
+        if wave.why and rounds >= ROUNDS and wave.why[0].round_s > 0:
+            ratio = sum(r.decode_s for r in good) / (rounds * wave.why[0].round_s)
+            speeds = _with(speeds, (draft_key(wave.draft),), ratio)
+        return replace(self, accepts=accepts, speeds=speeds, lengths=lengths)
+
+    def acceptance(self, draft: Draft, kind: str) -> float | None:
+        """a of a draft; None if it has not been seen on such prompts."""
+        return _median(self.accepts, (draft_key(draft), kind))
+
+    def length(self, kind: str) -> float | None:
+        """Tokens that such prompts' texts have; None if none has been seen."""
+        return _median(self.lengths, (kind,))
+
+    def speed(self, draft: Draft | None) -> float:
+        """By what a predicted time is to be multiplied: as seen with this draft, else with any."""
+        own = _median(self.speeds, (draft_key(draft),))
+        every = [ratio for ratios in self.speeds.values() for ratio in ratios]
+        return own or (statistics.median(every) if every else 1.0)
+
+    def explores(self, turn: int) -> bool:
+        """Whether a wave takes a draft that would have been dropped."""
+        return turn % EVERY == EVERY - 1
+
+    def exploration(self, turn: int) -> int:
+        """Which of them: each in turn."""
+        return turn // EVERY
+
+
+def acceptance(results: Sequence[Result]) -> float:
+    """a of rows that drafted. A row's last round may have been cut by its end, which is no refusal."""
+    accepted = sum(r.accepted for r in results)
+    refused = sum(max(0, sum(r.accept_counts[:-1]) - 1) for r in results)
+    return (accepted + 0.5) / (accepted + refused + 1)
+
+
+def _with(seen: Seen, key: tuple[object, ...], value: float) -> Seen:
+    return {**seen, key: (*seen.get(key, ()), value)[-KEPT:]}
+
+
+def _median(seen: Seen, key: tuple[object, ...]) -> float | None:
+    return statistics.median(seen[key]) if key in seen else None

@@ -1,0 +1,82 @@
+"""Device profiles as files, and which one a job plans with."""
+
+from __future__ import annotations
+
+import json
+
+from pipeline import storage
+from pipeline.types import RequestError, UsageError
+from std_core.account import Account
+from std_core.checkpoint import Checkpoint
+from std_core.devices import device_at_hand, unmeasured, whole_account
+from std_core.profile import Device, Profile, from_json, to_json
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0}
+
+
+def write_profile(uri: str, profile: Profile) -> None:
+    storage.put(uri, json.dumps(to_json(profile), indent=1).encode())
+
+
+def read_profile(uri: str) -> Profile:
+    """Raises UsageError where there is none, or one of another version."""
+    try:
+        return from_json(json.loads(storage.read_bytes(uri)))
+    except RequestError as error:
+        raise UsageError(f"--profile {uri!r} cannot be read: {error.message}") from error
+    except ValueError as error:
+        raise UsageError(f"--profile {uri!r} {error}; jobs/calibrate.py writes one") from error
+
+
+def check(profile: Profile, uri: str, model: str, dtype: str, device: Device) -> None:
+    """
+    Args:
+        device: at hand. A profile of another kind of device is taken to be of where the engines will run.
+
+    Raises:
+        UsageError: the profile is of another model, precision or device.
+    """
+    what = ""
+    if profile.model != model:
+        what = f"of model {profile.model}, not {model}"
+    elif profile.dtype != dtype:
+        what = f"of {profile.dtype}, not {dtype}"
+    elif profile.device.kind == device.kind and profile.device.name != device.name:
+        what = f"of {profile.device.name}, this is {device.name}"
+    if what:
+        raise UsageError(f"--profile {uri!r} is {what}: jobs/calibrate.py measures what is at hand")
+
+
+def account_of(checkpoint: Checkpoint, dtype: str) -> Account:
+    """Weights and cache are in the same precision."""
+    return whole_account(checkpoint.config, BYTES[dtype], BYTES[dtype])
+
+
+def profile_for(uri: str, checkpoint: Checkpoint, dtype: str, device: str) -> Profile:
+    """What was measured, or without a profile what is published of the device at hand.
+
+    Args:
+        uri: empty where none was given.
+        device: `cpu` or a CUDA device.
+
+    Raises:
+        UsageError: the profile cannot be read, or is of another version, model, precision or device.
+    """
+    at_hand = device_at_hand(device)
+    if not uri:
+        return unmeasured(at_hand, account_of(checkpoint, dtype), checkpoint.revision, dtype)
+    profile = read_profile(uri)
+    check(profile, uri, checkpoint.revision, dtype, at_hand)
+    return profile
+
+
+def provenance(profile: Profile) -> str:
+    """Where a plan's figures come from, in one sentence."""
+    name = profile.device.name
+    if profile.measured:
+        return f"times as measured on {name}"
+    if profile.drafts:
+        return f"times from what is published of {name}, acceptance from other models: --profile has measured ones"
+    return (
+        f"nothing was measured on {name}, so the draft is the default and times are rough: --profile has measured ones"
+    )

@@ -1,0 +1,222 @@
+"""What a device and a model do together, in few numbers: byte times, a cost per branch beyond them, acceptance.
+
+A step's time is its bytes over the device's bandwidth and a kernel cost (Crossover §4.3, Appendix D): constant, by the
+token, and by the entry that a token looks at. Measured by `jobs/calibrate.py`; where nothing was measured, from what is
+published of a device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from std_core.account import Account
+from std_core.types import Draft
+
+VERSION = 1
+KINDS = ("caption", "question")  # of prompts, as texts differ in length and in how well they can be foretold
+
+
+@dataclass(frozen=True)
+class Device:
+    """`name` as its driver or the system has it; bytes/s, bytes, FLOP/s of 16-bit matrix products."""
+
+    name: str
+    kind: str  # cuda or cpu
+    bandwidth: float
+    memory: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a step: `scale` × byte time + `constant` + `token` × tokens + `entry` × entries that they look at.
+
+    `residual`: median and 90th percentile of the fit's relative errors; zeros where nothing was fitted.
+    """
+
+    scale: float = 1.0
+    constant: float = 0.0
+    token: float = 0.0
+    entry: float = 0.0
+    residual: tuple[float, float] = (0.0, 0.0)
+
+    def seconds(self, byte_s: float, tokens: float, seen: float) -> float:
+        """
+        Args:
+            byte_s: bytes that the step reads over the bandwidth.
+            tokens: of all rows.
+            seen: entries of all rows, each counted once per token of its row.
+        """
+        return self.scale * byte_s + self.constant + self.token * tokens + self.entry * seen
+
+    @classmethod
+    def fit(cls, steps: Sequence[Step]) -> Cost:
+        """Non-negative least squares of relative errors."""
+        table = [(step.byte_s, 1.0, step.tokens, step.seen) for step in steps]
+        weights, errors = non_negative(table, [step.seconds for step in steps])
+        scale, constant, token, entry = weights
+        return cls(scale, constant, token, entry, errors)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was timed: what `Cost.seconds` is asked, and its answer."""
+
+    byte_s: float
+    tokens: float
+    seen: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Drafted tokens that were accepted at a context and kind of prompt, and rounds that ended with a refusal."""
+
+    context: int
+    kind: str
+    accepted: int
+    refused: int
+
+    @property
+    def rate(self) -> float:
+        """a, the probability that a drafted token is accepted if those before it are; never 0 or 1."""
+        return (self.accepted + 0.5) / (self.accepted + self.refused + 1)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A draft as it was calibrated; its γ is left to the scheduler.
+
+    Args:
+        once: seconds of selection, gather and a second model's prefill, per request and per token of its context.
+        pair: the second model's account, if there is one.
+    """
+
+    draft: Draft
+    cost: Cost
+    once: tuple[float, float]
+    acceptance: tuple[Accepted, ...]
+    pair: Account | None = None
+
+    def accepts(self, context: float, kind: str) -> float:
+        """a where it was measured nearest by, of this kind of prompt if any was."""
+        same = [a for a in self.acceptance if a.kind == kind] or self.acceptance
+        return min(same, key=lambda a: abs(math.log(max(1.0, context) / max(1, a.context)))).rate
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One device and one model.
+
+    Args:
+        model: its revision.
+        full: of the full model's steps, dense (one token a row) and verifications.
+        prefill: seconds of a prompt, of each token, of each token squared.
+        vision: seconds of a visual token.
+        drafts: that may be chosen; without any there is nothing to choose.
+        union: (kept share of the channels, rows, u_B), as measured.
+        lengths: (kind of prompt, tokens written), as measured.
+        spread: factors of a predicted time that bound it.
+        measured: whether on the device itself.
+    """
+
+    device: Device
+    model: str
+    dtype: str
+    account: Account
+    full: Cost
+    prefill: tuple[float, float, float]
+    vision: float
+    drafts: tuple[Tried, ...] = ()
+    union: tuple[tuple[float, int, float], ...] = ()
+    lengths: tuple[tuple[str, float], ...] = ()
+    spread: tuple[float, float] = (1.0, 1.0)
+    measured: bool = True
+    version: int = VERSION
+
+    def union_of(self, draft: Draft, rows: int) -> float | None:
+        """u_B of the nearest batch that was measured; None where none was, or the draft uses all channels."""
+        known = [(abs(math.log(rows / b)), u) for channels, b, u in self.union if channels == draft.channels]
+        return min(known)[1] if known and draft.channels < 1 else None
+
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds of a prompt."""
+        once, each, squared = self.prefill
+        return once + each * tokens + squared * tokens**2
+
+
+def non_negative(
+    table: Sequence[Sequence[float]], values: Sequence[float]
+) -> tuple[tuple[float, ...], tuple[float, float]]:
+    """The weights ≥ 0 of a table's columns that come nearest to the values, by the sum of squared relative errors; and
+    those errors' median and 90th percentile. Columns are few: every subset is tried."""
+    goal = np.asarray(values, float)
+    rows = np.asarray(table, float) / goal[:, None]
+    size = np.abs(rows).max(0)
+    rows = rows / np.where(size > 0, size, 1)
+    best, least = np.zeros(rows.shape[1]), float(len(goal))
+    for count in range(1, rows.shape[1] + 1):
+        for subset in map(list, itertools.combinations(range(rows.shape[1]), count)):
+            found = np.linalg.lstsq(rows[:, subset], np.ones(len(goal)), rcond=None)[0]
+            error = float(np.square(rows[:, subset] @ found - 1).sum())
+            if (found >= 0).all() and error < least - 1e-12:
+                best, least = np.zeros(rows.shape[1]), error
+                best[subset] = found
+    errors = np.abs(rows @ best - 1)
+    weights = best / np.where(size > 0, size, 1)
+    return tuple(map(float, weights)), (float(np.median(errors)), float(np.quantile(errors, 0.9)))
+
+
+# --------------------------------------------------------------------------------------------------------------- JSON
+
+
+def to_json(profile: Profile) -> dict[str, Any]:
+    return asdict(profile)
+
+
+def from_json(content: Any) -> Profile:
+    """Raises ValueError, in one clause, where this is no profile or one of another version."""
+    if not isinstance(content, dict) or "version" not in content or "device" not in content:
+        raise ValueError("is no device profile")
+    if content["version"] != VERSION:
+        raise ValueError(f"is of version {content['version']}, version {VERSION} is needed")
+    try:
+        account = _account(content["account"])
+        assert account is not None
+        return replace(
+            Profile(**_known(Profile, content)),
+            device=Device(**content["device"]),
+            account=account,
+            full=_cost(content["full"]),
+            prefill=tuple(content["prefill"]),
+            drafts=tuple(map(_tried, content["drafts"])),
+            union=tuple(map(tuple, content["union"])),
+            lengths=tuple(map(tuple, content["lengths"])),
+            spread=tuple(content["spread"]),
+        )
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"is no device profile: {error}") from error
+
+
+def _known(cls: type[Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    return {f.name: content[f.name] for f in fields(cls)}
+
+
+def _account(content: Mapping[str, Any] | None) -> Account | None:
+    return None if content is None else Account(**content)
+
+
+def _cost(content: Mapping[str, Any]) -> Cost:
+    return Cost(**{**content, "residual": tuple(content["residual"])})
+
+
+def _tried(content: Mapping[str, Any]) -> Tried:
+    accepted = tuple(Accepted(**a) for a in content["acceptance"])
+    pair = _account(content["pair"])
+    return Tried(Draft(**content["draft"]), _cost(content["cost"]), tuple(content["once"]), accepted, pair)

@@ -1,0 +1,150 @@
+"""Calibration of a tiny model over a tiny grid, and plans that are made with what it wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import calibrate
+import calibration
+import pytest
+
+from pipeline import frames
+from pipeline.job import main
+from pipeline.profile import read_profile
+from pipeline.types import UsageError
+from std_core.devices import NAMED
+from std_core.profile import VERSION
+
+SMALL = ["--contexts", "64,200", "--rows", "1,2", "--tokens", "3", "--pairs", "1", "--threads", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def calibrated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The profile of the tiny model."""
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(calibration.GIGABYTES, "cpu", 0.02)
+        words = ["--model", str(tiny_model), "--output", str(path), "--drafts", "std,int8,ngram,teal"]
+        assert calibrate.main([*words, *SMALL]) == 0
+    return path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
+    """A plan's text and its JSON; of one that is refused the sentence."""
+    assert main(list(words), "plan.py", dry=True) == code
+    captured = capsys.readouterr()
+    if code:
+        return captured.err
+    *text, last = captured.out.splitlines()
+    return "\n".join(text), json.loads(last)
+
+
+def test_a_profile_holds_every_draft_and_cost(calibrated: Path) -> None:
+    profile = read_profile(str(calibrated))
+    assert profile.measured and profile.device.bandwidth > 0 and profile.device.flops > 0
+    assert [(t.draft.policy, t.draft.weights) for t in profile.drafts] == [
+        ("std", "full"), ("std", "int8"), ("ngram", "full"), ("full", "full"),
+    ]  # fmt: skip
+    for tried in profile.drafts:
+        assert len(tried.acceptance) == 2 and all(a.accepted + a.refused > 0 for a in tried.acceptance)
+        assert tried.cost.seconds(1e-4, 1, 100) > 0
+    assert profile.full.seconds(1e-4, 8, 1000) > 0 and profile.prefill_s(100) > 0 and profile.vision > 0
+    assert {rows for _, rows, _ in profile.union} == {1, 2, 4, 8}
+    assert profile.spread[0] <= 1 <= profile.spread[1]
+
+
+def test_a_plan_weighs_the_drafts_of_a_profile(
+    calibrated: Path,
+    tiny_model: Path,
+    archive: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoded: list[str] = []
+    for name in ("decode", "take_worker"):  # whatever decodes goes through a worker
+        monkeypatch.setattr(frames, name, lambda *_: decoded.append("a frame"))
+    words = ("--input", str(archive), "--model", str(tiny_model), "--profile", str(calibrated))
+    text, found = plan(capsys, *words, "--price-per-hour", "2")
+    assert not decoded
+    assert found["figures"].startswith("times as measured on")
+    (bucket,) = [b for b in found["buckets"].values() if b["requests"] == 6] or [None]
+    assert bucket is not None
+    assert {way["draft"].split(" ")[0] for way in bucket["candidates"]} == {"dense", "std", "ngram", "full"}
+    assert bucket["candidates"][0]["draft"] in bucket["drafts"] and bucket["crossover"] > 0
+    assert sum(found["shares"].values()) == pytest.approx(1, abs=1e-3) and min(found["seconds"].values()) > 0
+    low, expected, high = found["engine_hours"]
+    assert low <= expected <= high and len(found["cost"]) == 3
+    assert set(found["engine_hours_elsewhere"]) == set(NAMED)
+    assert "s/request" in text and all(name in text for name in NAMED)
+
+
+def test_a_named_draft_is_planned_with(
+    calibrated: Path, tiny_model: Path, archive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--input", str(archive), "--model", str(tiny_model), "--profile", str(calibrated), "--draft", "int8")
+    _, found = plan(capsys, *words)
+    assert {wave["draft"] for wave in found["waves"]} == {"std 0.2 int8 γ5"}
+    _, found = plan(capsys, *words[:-2], "--mode", "dense")
+    assert {wave["draft"] for wave in found["waves"]} == {"dense"}
+
+
+def test_without_a_profile_the_plan_says_so(
+    tiny_model: Path, archive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, found = plan(capsys, "--input", str(archive), "--model", str(tiny_model))
+    assert "--profile has measured ones" in found["figures"] and found["figures"] in text
+    assert {wave["draft"] for wave in found["waves"]} == {"std 0.2 γ5"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p | {"version": VERSION + 1}, f"version {VERSION + 1}"),
+        (lambda p: p | {"model": "another"}, "of model another"),
+        (lambda p: p | {"dtype": "bfloat16"}, "of bfloat16, not float32"),
+        (lambda p: p | {"device": p["device"] | {"name": "Z80"}}, "of Z80"),
+        (lambda p: {}, "is no device profile"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused_by_name(
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+    said: str,
+    calibrated: Path,
+    tiny_model: Path,
+    archive: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(change(json.loads(calibrated.read_text()))))
+    words = ("--input", str(archive), "--model", str(tiny_model), "--profile", str(other))
+    assert said in plan(capsys, *words, code=2)
+    assert "cannot be read" in plan(capsys, *words[:-1], str(tmp_path / "none.json"), code=2)
+
+
+def test_where_nothing_fits_a_plan_says_what_would_help(
+    calibrated: Path, tiny_model: Path, archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(calibrated.read_text())
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps(content | {"device": content["device"] | {"memory": 1e5}}))
+    error = plan(capsys, "--input", str(archive), "--model", str(tiny_model), "--profile", str(small), code=2)
+    assert "would help" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output", ""], "--output is missing"),
+        (["--output", "x", "--dtype", "int3"], "--dtype is 'int3'"),
+        (["--output", "x", "--contexts", "a,b"], "--contexts is 'a,b'"),
+        (["--output", "x", "--drafts", "nothing"], "--draft 'nothing'"),
+        (["--output", "x", "--device", "cuda"], "this machine has none"),
+    ],
+)
+def test_wrong_flags_are_named(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        calibrate.main(words)

@@ -34,8 +34,8 @@ SIGNATURES = {
     "write_rows": "p lll p ll p iiii",
     "linear": "ppppp iii i",
     "rms_norm": "ppp ii f",
-    "int8": "ppppp iii i",
-    "int4": "ppppp iii i",
+    "int8": "pppppp iii i",
+    "int4": "pppppp iii i",
     "sparse": "ppp iii f i",
 }
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}

@@ -1,5 +1,5 @@
 // Projections of drafts: 8-bit and 4-bit weights (see kernels/low_bit.py), and those that read only the input channels
-// that count (see kernels/sparse_linear.py). A draft may round what a verification may not: activations become 8 bits.
+// that count (see kernels/sparse_linear.py). A draft may round what a verification may not: activations become bfloat16.
 #include "cpu.h"
 
 #include <memory>
@@ -7,139 +7,98 @@
 
 namespace cpu {
 
-constexpr int GROUP = 128;  // channels whose activations share a scale
-constexpr int BLOCK = 64;   // channels in a vector of bytes
-constexpr int PARTS = GROUP / BLOCK;
+constexpr int BLOCK = 64;  // channels that are taken at once
+constexpr int GROUP = 32;  // channels that share a scale at 4 bits
 
-#ifdef __AVX512VNNI__
+#ifdef __AVX512BF16__
 
-// Rows of activations in 8 bits, filled up to whole blocks with zeros; the last group may be half a one. `offset`: what the weights' zero point adds to
-// a product, per lane; weights are stored without sign.
-struct Quantized {
-    int blocks, groups;
-    std::unique_ptr<int8_t[]> values;  // [row][channel]
-    std::vector<float> scale;          // [row][group]
-    std::vector<int32_t> offset;       // [row][block][lane]
-    std::vector<float> whole;          // [row]: the same over all channels, scaled
-    __m512i at(int row, int block) const {
-        return _mm512_loadu_si512(&values[(size_t(row) * blocks + block) * BLOCK]);
-    }
-    __m512i start(int row, int block) const {
-        return _mm512_loadu_si512(&offset[(size_t(row) * blocks + block) * LANES]);
-    }
+// Rows of activations as bfloat16, filled up to whole blocks with zeros, and the sum of each group.
+struct Fed {
+    int blocks;
+    std::vector<bf16> values;
+    std::vector<float> sums;
+    __m512i at(int row, int half) const { return _mm512_loadu_si512(&values[(size_t(row) * blocks * 2 + half) * GROUP]); }
+    const float* sums_of(int row) const { return &sums[size_t(row) * blocks * 2]; }
 };
 
-template <class T> Quantized quantized(const T* x, int rows, int in, int zero_point) {
-    const int blocks = (in + BLOCK - 1) / BLOCK, groups = (blocks + PARTS - 1) / PARTS;
-    const size_t padded = size_t(blocks) * BLOCK;
-    Quantized q{blocks, groups, std::unique_ptr<int8_t[]>(new int8_t[rows * padded]), std::vector<float>(size_t(rows) * groups),
-                std::vector<int32_t>(rows * padded / 4), std::vector<float>(rows)};
+template <class T> Fed fed(const T* x, int rows, int in) {
+    const int blocks = (in + BLOCK - 1) / BLOCK;
+    Fed f{blocks, std::vector<bf16>(size_t(rows) * blocks * BLOCK), std::vector<float>(size_t(rows) * blocks * 2)};
     for (int row = 0; row < rows; row++)
-        for (int g = 0; g < groups; g++) {
-            auto some = [&](int i) {
-                const int left = in - g * GROUP - i;
-                return __mmask16(left >= LANES ? 0xffff : left > 0 ? (1u << left) - 1 : 0);
-            };
-            const T* from = x + int64_t(row) * in + g * GROUP;
-            const int size = std::min(GROUP, int(padded) - g * GROUP);
-            __m512 most = zero();
-            for (int i = 0; i < size; i += LANES)
-                most = _mm512_max_ps(most, _mm512_abs_ps(Words<T>::load(from + i, some(i))));
-            const float high = _mm512_reduce_max_ps(most);
-            q.scale[size_t(row) * groups + g] = high / 127.f;
-            const __m512 by = _mm512_set1_ps(high > 0.f ? 127.f / high : 0.f);
-            int8_t* to = &q.values[row * padded + g * GROUP];
-            for (int i = 0; i < size; i += LANES) {
-                __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(Words<T>::load(from + i, some(i)), by));
-                _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtsepi32_epi8(level));
-            }
+        for (int i = 0; i < in; i += LANES) {
+            const __m512 v = Words<T>::load(x + int64_t(row) * in + i,
+                                            __mmask16(in - i >= LANES ? 0xffff : (1u << (in - i)) - 1));
+            bf16* to = &f.values[size_t(row) * blocks * BLOCK + i];
+            Words<bf16>::store(to, v);
+            f.sums[size_t(row) * blocks * 2 + i / GROUP] += _mm512_reduce_add_ps(Words<bf16>::load(to, 0xffff));
         }
-    const __m512i point = _mm512_set1_epi8(char(zero_point));
-    for (size_t block = 0; block < rows * padded / BLOCK; block++) {
-        __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), point, _mm512_loadu_si512(&q.values[block * BLOCK]));
-        _mm512_storeu_si512(&q.offset[block * LANES], _mm512_sub_epi32(_mm512_setzero_si512(), sum));
-        q.whole[block / blocks] -= float(_mm512_reduce_add_epi32(sum)) * q.scale[block / blocks * groups + block % blocks / PARTS];
-    }
-    return q;
+    return f;
 }
 
-// Weights of 8 bits: (out, padded), offset by 128, one scale an output.
+// Weights of 8 bits: (out, padded), and a scale for each output.
 struct Eight {
-    static constexpr int ZERO_POINT = 128;
-    static constexpr bool LATE = true;  // the zero point is settled behind the sum
-    const uint8_t* weight;
+    const int8_t* weight;
     const float* scale;
     int blocks;
-    __m512i load(int64_t out, int block) const { return _mm512_loadu_si512(weight + (out * blocks + block) * BLOCK); }
-    float last(int64_t out) const { return scale[out]; }
-    const void* place(int64_t out, int block) const { return weight + (out * blocks + block) * BLOCK; }
+    const int8_t* place(int64_t out, int block) const { return weight + (out * blocks + block) * BLOCK; }
+    void load(int64_t out, int block, __m512i halves[2]) const {
+        for (int k = 0; k < 2; k++) {
+            const int8_t* from = place(out, block) + k * GROUP;
+            __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+            __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + LANES))));
+            halves[k] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        }
+    }
+    __m512 add(__m512 sum, __m512i w, __m512i x, int64_t, int) const { return Words<bf16>::dot(sum, w, x); }
+    float last(float sum, int64_t out, const float*) const { return sum * scale[out]; }
 };
 
-// Weights of 4 bits: of 64 channels the first 32 in the low halves of 32 bytes, the others in the high ones, offset by
-// 8; a scale for each 32 of them.
+// Weights of 4 bits: of 64 channels the first 32 in the low halves of 32 bytes, the others in the high ones; level 8
+// stands for `middle`, and a level more for a `scale` more, of each 32 channels.
 struct Four {
-    static constexpr int ZERO_POINT = 8;
-    static constexpr bool LATE = false;
     const uint8_t* weight;
-    const bf16* scale;
+    const float *scale, *middle;
     int blocks;
-    __m512i load(int64_t out, int block) const {
-        __m256i packed = _mm256_loadu_si256((const __m256i*)place(out, block));
-        __m256i low = _mm256_set1_epi8(0xf);
-        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_and_si256(packed, low)),
-                                  _mm256_and_si256(_mm256_srli_epi16(packed, 4), low), 1);
+    const uint8_t* place(int64_t out, int block) const { return weight + (out * blocks + block) * (BLOCK / 2); }
+    void load(int64_t out, int block, __m512i halves[2]) const {
+        alignas(64) static const auto levels = [] {
+            std::array<bf16, 32> table{};
+            for (int i = 0; i < 32; i++) table[i] = rounded(float(i % 16 - 8));
+            return table;
+        }();
+        const __m512i table = _mm512_load_si512(levels.data());
+        const __m512i packed = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)place(out, block)));
+        halves[0] = _mm512_permutexvar_epi16(_mm512_and_si512(packed, _mm512_set1_epi16(15)), table);
+        halves[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 4), table);
     }
-    __m512 product(__m512i sum, int64_t out, int block) const {
-        int32_t both;
-        std::memcpy(&both, scale + (out * blocks + block) * 2, 4);
-        __m512i each = _mm512_mask_blend_epi32(0xff00, _mm512_set1_epi32(both << 16), _mm512_set1_epi32(both & 0xffff0000));
-        return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_castsi512_ps(each));
+    __m512 add(__m512 sum, __m512i w, __m512i x, int64_t out, int half) const {
+        return _mm512_fmadd_ps(Words<bf16>::dot(zero(), w, x), _mm512_set1_ps(scale[out * blocks * 2 + half]), sum);
     }
-    float last(int64_t) const { return 1.f; }
-    const void* place(int64_t out, int block) const { return weight + (out * blocks + block) * (BLOCK / 2); }
+    float last(float sum, int64_t out, const float* sums) const {
+        for (int g = 0; g < blocks * 2; g++) sum += middle[out * blocks * 2 + g] * sums[g];
+        return sum;
+    }
 };
 
 // R rows and OUT outputs at once.
 template <class T, class W, int R, int OUT>
-void cell(const Quantized& x, const W& w, const T* bias, T* y, int row, int rows, int64_t first, int64_t end, int out) {
+void cell(const Fed& x, const W& w, const T* bias, T* y, int row, int rows, int64_t first, int64_t end, int out) {
     __m512 sum[R][OUT];
     for (int r = 0; r < R; r++)
         for (int o = 0; o < OUT; o++) sum[r][o] = zero();
-    for (int g = 0; g < x.groups; g++) {
-        __m512i whole[R][OUT];
-        __m512 part[R][OUT];
-        for (int b = g * PARTS; b < std::min((g + 1) * PARTS, x.blocks); b++) {
-            const bool fresh = b == g * PARTS;
-            __m512i a[R], start[R];
-            for (int r = 0; r < R; r++) {
-                const int at = std::min(row + r, rows - 1);
-                a[r] = x.at(at, b);
-                start[r] = W::LATE ? _mm512_setzero_si512() : x.start(at, b);
-            }
-            for (int o = 0; o < OUT; o++) {
-                const int64_t at = std::min(first + o, end - 1);
-                const __m512i weight = w.load(at, b);
-                if (!row) _mm_prefetch((const char*)w.place(at + 4 * OUT, b), _MM_HINT_T1);
+    for (int b = 0; b < x.blocks; b++)
+        for (int o = 0; o < OUT; o++) {
+            const int64_t at = std::min(first + o, end - 1);
+            __m512i halves[2];
+            w.load(at, b, halves);
+            if (!row) _mm_prefetch((const char*)w.place(at + 16, b), _MM_HINT_T1);
+            for (int k = 0; k < 2; k++)
                 for (int r = 0; r < R; r++)
-                    if constexpr (W::LATE)
-                        whole[r][o] = _mm512_dpbusd_epi32(fresh ? start[r] : whole[r][o], weight, a[r]);
-                    else {
-                        __m512 p = w.product(_mm512_dpbusd_epi32(start[r], weight, a[r]), at, b);
-                        part[r][o] = fresh ? p : _mm512_add_ps(part[r][o], p);
-                    }
-            }
+                    sum[r][o] = w.add(sum[r][o], halves[k], x.at(std::min(row + r, rows - 1), 2 * b + k), at, 2 * b + k);
         }
-        for (int r = 0; r < R; r++) {
-            const __m512 scale = _mm512_set1_ps(x.scale[size_t(std::min(row + r, rows - 1)) * x.groups + g]);
-            for (int o = 0; o < OUT; o++)
-                sum[r][o] = _mm512_fmadd_ps(W::LATE ? _mm512_cvtepi32_ps(whole[r][o]) : part[r][o], scale, sum[r][o]);
-        }
-    }
     for (int r = 0; r < R && row + r < rows; r++)
         for (int o = 0; o < OUT && first + o < end; o++) {
-            float value = _mm512_reduce_add_ps(sum[r][o]);
-            if (W::LATE) value += x.whole[row + r];
-            value *= w.last(first + o);
+            float value = w.last(_mm512_reduce_add_ps(sum[r][o]), first + o, x.sums_of(row + r));
             if (bias) value += Words<T>::from(bias[first + o]);
             y[int64_t(row + r) * out + first + o] = Words<T>::one(value);
         }
@@ -147,17 +106,17 @@ void cell(const Quantized& x, const W& w, const T* bias, T* y, int row, int rows
 
 template <class T, class W>
 void low_bit(const T* x, W w, const T* bias, T* y, int rows, int in, int out, int threads) {
-    const Quantized q = quantized(x, rows, in, W::ZERO_POINT);
-    w.blocks = q.blocks;
+    const Fed f = fed(x, rows, in);
+    w.blocks = f.blocks;
 #pragma omp parallel num_threads(threads)
     {
         const int64_t n = omp_get_num_threads(), me = omp_get_thread_num();
         const int64_t first = out * me / n, end = out * (me + 1) / n;
-        if (rows == 1)
-            for (int64_t o = first; o < end; o += 4) cell<T, W, 1, 4>(q, w, bias, y, 0, rows, o, end, out);
-        else
-            for (int64_t o = first; o < end; o += 2)
-                for (int row = 0; row < rows; row += 4) cell<T, W, 4, 2>(q, w, bias, y, row, rows, o, end, out);
+        for (int64_t o = first; o < end; o += 4)
+            if (rows == 1)
+                cell<T, W, 1, 4>(f, w, bias, y, 0, rows, o, end, out);
+            else
+                for (int row = 0; row < rows; row += 4) cell<T, W, 4, 4>(f, w, bias, y, row, rows, o, end, out);
     }
 }
 
@@ -247,22 +206,18 @@ template <class T> void sparse(const T* x, const T* w, T* y, int rows, int in, i
         cpu::sparse<T>(x, w, y, rows, in, out, threshold, threads);                                                    \
     }
 #define LOW_BITS(NAME, T)                                                                                              \
-    extern "C" void int8_##NAME(const T* x, const uint8_t* w, const float* scale, const T* bias, T* y, int rows,       \
-                                int in, int out, int threads) {                                                        \
+    extern "C" void int8_##NAME(const T* x, const int8_t* w, const float* scale, const float*, const T* bias, T* y,    \
+                                int rows, int in, int out, int threads) {                                              \
         cpu::low_bit(x, cpu::Eight{w, scale, 0}, bias, y, rows, in, out, threads);                                     \
     }                                                                                                                  \
-    extern "C" void int4_##NAME(const T* x, const uint8_t* w, const cpu::bf16* scale, const T* bias, T* y, int rows,   \
-                                int in, int out, int threads) {                                                        \
-        cpu::low_bit(x, cpu::Four{w, scale, 0}, bias, y, rows, in, out, threads);                                      \
+    extern "C" void int4_##NAME(const T* x, const uint8_t* w, const float* scale, const float* middle, const T* bias,  \
+                                T* y, int rows, int in, int out, int threads) {                                        \
+        cpu::low_bit(x, cpu::Four{w, scale, middle, 0}, bias, y, rows, in, out, threads);                              \
     }
 
 DRAFTS(float, float)
-#ifdef __AVX512VNNI__
-LOW_BITS(float, float)
-#endif
 #ifdef __AVX512BF16__
 DRAFTS(bf16, cpu::bf16)
-#ifdef __AVX512VNNI__
+LOW_BITS(float, float)
 LOW_BITS(bf16, cpu::bf16)
-#endif
 #endif

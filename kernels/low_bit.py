@@ -1,11 +1,11 @@
 """Projections with 8-bit or 4-bit weights, of drafts: our C++ product on a CPU that has its instructions, which rounds
-activations to 8 bits too; else PyTorch's own packed products on a CPU, and plain ones elsewhere.
+activations to bfloat16; else PyTorch's own packed products on a CPU, and plain ones elsewhere.
 
     pack(weight, bits) -> Packed
     low_bit_linear(x, packed, bias) -> y
 
-weight: (out, in). 8 bits: one scale per output channel. 4 bits: one scale (PyTorch's: and an offset) per `GROUP` input
-channels. x: (…, in), any floating type; y: (…, out).
+weight: (out, in). 8 bits: one scale per output channel. 4 bits: one scale and offset per `GROUP` input channels.
+x: (…, in), any floating type; y: (…, out).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from std_core.kernels import cpu
 from std_core.kernels.devices import TRITON
 
 GROUP = 32  # input channels that share a scale at 4 bits
-ACTIVATIONS = 128  # input channels of a row that share a scale in the C++ product
-BLOCK = 64  # input channels it takes at once
+BLOCK = 64  # input channels that the C++ product takes at once
 
 
 @dataclass(frozen=True)
@@ -111,39 +110,17 @@ def _levels4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _packed_for_cpp(weight: torch.Tensor, bits: int) -> Packed:
     padded = F.pad(weight.float(), (0, -weight.shape[1] % BLOCK))
+    levels, scale = (_levels8 if bits == 8 else _levels4)(padded)
     if bits == 8:
-        levels, scale = _levels8(padded)
-        return Packed((levels.to(torch.int16) + 128).to(torch.uint8), scale, bits, "cpp")
-    levels, scale = _signed4(padded)
-    halves = (levels + 8).to(torch.uint8).unflatten(1, (-1, 2, GROUP))
-    return Packed(halves[:, :, 0] | halves[:, :, 1] << 4, scale, bits, "cpp")
-
-
-def _signed4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels -8 to 7, and scales whose sign lets the largest of a group be -8: one level more than 7 on both sides."""
-    grouped = weight.unflatten(1, (-1, GROUP))
-    largest = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))[..., 0]
-    scale = (largest / -8).to(torch.bfloat16)
-    safe = torch.where(scale == 0, 1, scale.float())
-    return (grouped / safe[..., None]).round().clamp(-8, 7).flatten(1), scale
+        return Packed(levels, scale, bits, "cpp")
+    halves = levels.to(torch.uint8).unflatten(1, (-1, 2, GROUP))
+    return Packed(halves[:, :, 0] | halves[:, :, 1] << 4, scale.permute(2, 1, 0).contiguous(), bits, "cpp")
 
 
 def _by_cpp(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     x = x.contiguous()
-    y = x.new_empty(len(x), len(packed.scale))
-    tensors = (0 if t is None else t.data_ptr() for t in (x, packed.weight, packed.scale, bias, y))
-    shape = len(x), x.shape[1], len(packed.scale)
-    cpu.call(f"int{packed.bits}", x.dtype, *tensors, *shape, torch.get_num_threads())
+    scale, middle = (packed.scale, None) if packed.bits == 8 else packed.scale
+    y = x.new_empty(len(x), len(scale))
+    tensors = (0 if t is None else t.data_ptr() for t in (x, packed.weight, scale, middle, bias, y))
+    cpu.call(f"int{packed.bits}", x.dtype, *tensors, len(x), x.shape[1], len(scale), torch.get_num_threads())
     return y
-
-
-def reference(x: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """The definition of the C++ product in float64: (n, out); for tests."""
-    padded = F.pad(x.double(), (0, -x.shape[1] % ACTIVATIONS)).unflatten(1, (-1, ACTIVATIONS))
-    step = padded.abs().amax(2, keepdim=True) / 127
-    rounded = ((padded / torch.where(step == 0, 1, step)).round() * step).flatten(1)
-    rounded = rounded[:, : x.shape[1] + -x.shape[1] % BLOCK]
-    if packed.bits == 8:
-        return rounded @ ((packed.weight.double() - 128) * packed.scale.double()[:, None]).T
-    levels = torch.stack((packed.weight & 15, packed.weight >> 4), 2).flatten(1).double() - 8
-    return rounded @ (levels.unflatten(1, (-1, GROUP)) * packed.scale.double()[..., None]).flatten(1).T

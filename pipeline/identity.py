@@ -12,7 +12,7 @@ from pipeline import storage
 from pipeline.types import FrameOptions
 from std_core.types import Sampling
 
-PREPROCESSING_VERSION = 1  # raise it when the same video and options give the model other pixels or other tokens
+PREPROCESSING_VERSION = 2  # raise it when the same video and options give the model other pixels or other tokens
 
 
 def request_id(

@@ -143,8 +143,8 @@ def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
 def test_waves_hold_windows_in_order() -> None:
     info = video()
     requests = [planned(info, (k * 10.0, k * 10.0 + 10), f"{k}{p}", 10 + k) for p in "ab" for k in range(3)]
-    [wave] = schedule.plan((*requests, planned(video(uri="/w.mp4"), None, "w", 11)), 8)
-    assert [r.request_id for r in wave.requests] == ["0a", "0b", "1a", "1b", "2a", "2b", "w"]
+    [wave] = schedule.cut((*requests, planned(video(uri="/w.mp4"), None, "w", 11)), lambda _: 8)
+    assert [r.request_id for r in wave] == ["0a", "0b", "1a", "1b", "2a", "2b", "w"]
 
 
 @pytest.fixture(scope="module")

@@ -19,15 +19,15 @@ FEW = 128  # rows from which on the products of a large matrix are faster
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return _product(x, weight, None, bias) if _few(x) else F.linear(x, weight, bias)
+    return _product(x, weight, None, bias) if _few(x, weight) else F.linear(x, weight, bias)
 
 
 def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return _product(x, gate, up, None) if _few(x) else F.silu(F.linear(x, gate)) * F.linear(x, up)
+    return _product(x, gate, up, None) if _few(x, gate, up) else F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if not cpu.serves("rms_norm", x):
+    if not cpu.serves("rms_norm", x) or weight.dtype != x.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -36,8 +36,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return y
 
 
-def _few(x: torch.Tensor) -> bool:
-    return x.numel() // x.shape[-1] <= FEW and x.shape[-1] % 2 == 0 and cpu.serves("linear", x)
+def _few(x: torch.Tensor, *weights: torch.Tensor) -> bool:
+    """Whether the C++ product takes these rows; it reads weights as they lie, row by row and of the rows' own type."""
+    fits = x.numel() // x.shape[-1] <= FEW and x.shape[-1] % 2 == 0 and cpu.serves("linear", x)
+    return fits and all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:

@@ -38,6 +38,14 @@ def test_a_product_is_its_definition(
     assert (got - both).abs().max() <= 2e-2 * (1 + both.abs().max())
 
 
+def test_weights_that_lie_otherwise_are_read_as_they_lie() -> None:
+    x, turned, up = torch.randn(3, 8), torch.randn(8, 5).T, torch.randn(5, 8)
+    torch.testing.assert_close(linear(x, turned), x @ turned.T)
+    torch.testing.assert_close(gated(x, up, turned), F.silu(x @ up.T) * (x @ turned.T))
+    half = torch.randn(8, dtype=torch.bfloat16)
+    torch.testing.assert_close(rms_norm(x, half, 1e-6), F.rms_norm(x, (8,), half.float(), 1e-6))
+
+
 @settings(max_examples=30, deadline=None)
 @given(DTYPES, st.integers(1, 100), st.integers(1, 300), st.integers(0, 2**31))
 def test_a_norm_is_its_definition(dtype: torch.dtype, rows: int, width: int, seed: int) -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from decode_pairs import Clock, Pair, read_bandwidth
 
 import acceptance_measures as measures
 import acceptance_subjects as subjects
 from acceptance_subjects import Subject
+from decode_pairs import Clock, Pair, read_bandwidth
 from pipeline.config import Job, draft_of, model_path
 from pipeline.profile import account_of
 from pipeline.types import UsageError

@@ -116,17 +116,18 @@ def attend_chunk(
     Returns:
         (1, query heads, T, d), and the log-sum-exp of all scores, (1, query heads, T) float32.
     """
-    segments = [segment for segment in past if segment[0].shape[2]] + [(new[0].contiguous(), new[1].contiguous())]
-    if all(_in_one(query, segment, None) for segment in segments) and cpu.serves("attend_chunk", query):
-        return _fused_chunk(query, segments, scale)
+    past = [segment for segment in past if segment[0].shape[2]]
+    if cpu.serves("attend_chunk", query):
+        segments = [*past, (new[0].contiguous(), new[1].contiguous())]
+        if all(_in_one(query, segment, None) for segment in segments):
+            return _fused_chunk(query, segments, scale)
     heads, kv_heads = query.shape[1], new[0].shape[1]
     key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in new)
     merged = flash(query, key, value, None, scale, causal=True)
     for segment in past:
-        if segment[0].shape[2]:
-            packed = query.reshape(1, kv_heads, -1, query.shape[3])
-            out, lse = flash(packed, *segment, None, scale)
-            merged = merge(merged, (out.reshape(query.shape), lse.reshape(query.shape[:3])))
+        packed = query.reshape(1, kv_heads, -1, query.shape[3])
+        out, lse = flash(packed, *segment, None, scale)
+        merged = merge(merged, (out.reshape(query.shape), lse.reshape(query.shape[:3])))
     return merged
 
 
@@ -140,6 +141,8 @@ def merge(one: Segment, other: Segment) -> Segment:
 
 def path_name(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
     """Which implementation `attend_rows` takes, for reports."""
+    if device.type in TRITON:
+        return "kernels/gpu_attention.py"
     entries = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
     if _in_one(entries, (entries, entries), None):
         return "kernels/attention_cpu.cpp"

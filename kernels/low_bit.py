@@ -28,9 +28,7 @@ class Packed:
     """Weights as the product takes them."""
 
     weight: torch.Tensor
-    scale: (
-        torch.Tensor
-    )  # 8 bits: (out,); 4 bits: (out, groups), or PyTorch's (groups, out, 2) with the value of level 8
+    scale: torch.Tensor  # 8 bits: (out,); 4 bits: (groups, out, 2) with the value of level 8, C++'s (2, out, groups)
     bits: int
     by: Literal["cpp", "pytorch", "plain", "triton"] = "triton"
 

@@ -36,12 +36,8 @@ class FastMLP(nn.Module):
 
     def __init__(self, mlp: Any):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
-            mlp.gate_proj,
-            mlp.up_proj,
-            mlp.down_proj,
-            mlp.act_fn,
-        )
+        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
+        self.down_proj, self.act_fn = mlp.down_proj, mlp.act_fn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both = self.gate_proj, self.up_proj
@@ -82,8 +78,5 @@ def _gated(module: Any) -> bool:
     names = {name for name, _ in module.named_children()}
     if names != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
-    return (
-        isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
-        and module.gate_proj.bias is None
-        and module.up_proj.bias is None
-    )
+    plain = module.gate_proj.bias is None and module.up_proj.bias is None
+    return plain and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))

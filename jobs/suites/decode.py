@@ -16,16 +16,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import decode_questions
-import decode_shapes
-import hf_clock
 import torch
-from decode_pairs import Pair, ratio, read_bandwidth
 from rich.console import Console
 from rich.table import Table
 
 import acceptance_subjects as subjects
+import decode_questions
+import decode_shapes
+import hf_clock
 from acceptance_subjects import Subject
+from decode_pairs import Pair, ratio, read_bandwidth
 from pipeline.config import parse_flags
 from pipeline.types import UsageError
 from std_core.account import Account, speedup

@@ -21,13 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import calibration
 import torch
-from decode_pairs import Clock, Pair, ratio
 from rich.console import Console
 from rich.table import Table
 
 import acceptance_subjects as subjects
+import calibration
+from decode_pairs import Clock, Pair, ratio
 from pipeline.choice import Mix, Setting, choose
 from pipeline.config import parse_flags
 from pipeline.dryrun import name_of

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import calibrate
-import calibration
 import pytest
 
+import calibration
 from pipeline import frames
 from pipeline.job import main
 from pipeline.profile import read_profile

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-import decode_pairs
 import pytest
 import torch
 
+import decode_pairs
 from pipeline.types import UsageError
 from suites import decode
 

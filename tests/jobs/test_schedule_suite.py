@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import benchmark
-import calibration
 import pytest
 
+import calibration
 from pipeline.profile import write_profile
 from pipeline.types import Candidate, UsageError
 from std_core.types import Draft

@@ -64,6 +64,9 @@ class Job:
     dtype: Literal["float32", "bfloat16"] = _flag("float32", "of weights and cache")
     strict: int = _flag(0, "pad verifications to N tokens a row: one text in bfloat16, whatever drafts; 0: don't")
     pipeline_parallel_size: int = _flag(1, "GPUs of one machine over which an engine spreads the model's layers")
+    concurrency: int | None = _flag(None, "engines; default: one per GPU (per so many that one is spread over), else 1")
+    engine_timeout: float = _flag(600.0, "seconds without a step after which an engine is replaced")
+    stall_timeout: float = _flag(1800.0, "seconds without anything happening after which the run ends")
     limit: int | None = _flag(None, "only the first N requests of the input")
     dry_run: bool = _flag(False, "probe and plan only: no frame is decoded, nothing is written")
     retry_failed: bool = _flag(False, "run again what earlier runs left as error rows")
@@ -80,13 +83,15 @@ class Job:
             "limit",
             "max_bytes_in_flight",
             "pipeline_parallel_size",
+            "concurrency",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{_hyphened(name)} is {value}: at least 1 is needed")
         if not 0 <= self.max_error_fraction <= 1:
             raise UsageError(f"--max-error-fraction is {self.max_error_fraction}: a share between 0 and 1 is needed")
-        if not self.decode_timeout > 0:
-            raise UsageError(f"--decode-timeout is {self.decode_timeout}: seconds above 0 are needed")
+        for name in ("decode_timeout", "engine_timeout", "stall_timeout"):
+            if not (seconds := getattr(self, name)) > 0:
+                raise UsageError(f"{_hyphened(name)} is {seconds}: seconds above 0 are needed")
         try:
             _ = self.sampling
         except ValueError as error:

@@ -7,19 +7,23 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pipeline import dryrun, rows
+from pipeline.ahead import Ahead
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, model_path, parse_job
 from pipeline.ledger import LeaseLost
-from pipeline.prepare import Failed, Requests, manifest_of, waves, window_of
+from pipeline.prepare import Failed, Pending, Requests, manifest_of, waves, window_of
 from pipeline.sink import Output, open_output
-from pipeline.types import Frames, Planned, RequestError, RunError, UsageError
+from pipeline.types import Frames, Planned, RequestError, RunError, UsageError, Wave
 from std_core.checkpoint import Checkpoint
 from std_core.types import Draft, Result
+
+MADE = 256  # waves and failures that are made ahead
 
 
 def main(argv: Sequence[str], prog: str, default_prompt: str = DEFAULT_PROMPT, dry: bool = False) -> int:
@@ -125,18 +129,51 @@ def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT) -> dict[str, Any]:
     with open_output(job.output, manifest.input_schema, **options) as output:
         requests = Requests(islice(manifest.items(), job.limit), job, checkpoint.revision, set())
         recorder = _Recorder(output, rows.Provenance(job, checkpoint.revision, draft))
-        before = set(output.done) & output.failed  # error rows that stay
-        todo = waves(requests.without_row(output.done), job, checkpoint, recorder.failed)
-        decoded = 0
-        if (first := next(todo, None)) is not None:
-            from pipeline.run import drive  # starts Ray's machinery, which a run without work does without
+        before = output.done & output.failed  # error rows that stay
+        pending = requests.without_row(frozenset(output.done))
+        with Ahead[Wave | Failed](lambda found: _look(pending, job, checkpoint, found), MADE) as made:
+            todo, decoded = _Waves(made, recorder.failed), 0
+            if todo.first():
+                from pipeline.run import drive  # starts Ray's machinery, which a run without work does without
 
-            decoded = drive(job, draft, chain([first], todo), window, recorder.answered)
+                decoded = drive(job, draft, todo, window, recorder.answered, tick=output.flush_due)
         output.flush()
         errors = len(before & requests.ids) + recorder.errors
         result = rows.summary(len(requests.ids), errors, output.totals, time.monotonic() - began, decoded)
         output.write_summary(result)
     return result
+
+
+def _look(pending: Iterable[Pending], job: Job, checkpoint: Checkpoint, found: Callable[[Wave | Failed], None]) -> None:
+    for wave in waves(pending, job, checkpoint, found):
+        found(wave)
+
+
+class _Waves:
+    """Waves while headers are read; the failures that come between them are written down where waves are taken."""
+
+    def __init__(self, made: Ahead[Wave | Failed], failed: Callable[[Failed], None]):
+        self._made, self._failed, self._first = made, failed, deque[Wave]()
+
+    def first(self) -> bool:
+        """Waits for the first wave; False if there is none."""
+        while not self.closed and not self._first:
+            self._first.extend(filter(None, [self._pass(1.0)]))
+        return bool(self._first)
+
+    @property
+    def closed(self) -> bool:
+        """Whether all were taken."""
+        return self._made.closed and not self._first
+
+    def take(self) -> Wave | None:
+        """The next one, if there is one by now."""
+        return self._first.popleft() if self._first else self._pass(0.0)
+
+    def _pass(self, seconds: float) -> Wave | None:
+        while isinstance(found := self._made.take(seconds), Failed):
+            self._failed(found)
+        return found
 
 
 class _Recorder:
@@ -148,8 +185,8 @@ class _Recorder:
     def failed(self, failure: Failed) -> None:
         self._add(rows.failed(self.run, failure))
 
-    def answered(self, planned: Planned, frames: Frames | None, result: Result) -> None:
-        self._add(rows.answered(self.run, planned, frames, result))
+    def answered(self, planned: Planned, frames: Frames | None, result: Result, attempts: int) -> None:
+        self._add(rows.answered(self.run, planned, frames, result, attempts))
 
     def _add(self, row: dict[str, Any]) -> None:
         self.errors += row["status"] == "error"

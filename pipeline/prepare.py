@@ -20,7 +20,7 @@ from pipeline.schedule import plan
 from pipeline.types import Item, Planned, RequestError, UsageError, VideoInfo, Wave
 from std_core.checkpoint import Checkpoint
 
-POOL = 50_000  # requests that are planned at once
+FIRST, POOL = 1024, 50_000  # requests that are planned at once: few at first, so that engines begin early, then more
 LOOKS = 16  # videos whose headers are read at the same time
 
 T = TypeVar("T")
@@ -58,8 +58,7 @@ class Requests:
     ids: set[bytes]
 
     def without_row(self, done: Set[bytes]) -> Iterator[Pending]:
-        """Those that are not in `done`."""
-        done = set(done)  # as it was when the run began
+        """Those that are not in `done`, which must not change meanwhile."""
         for batch in _batches(self.items, 1024):
             versions = _together(_version, {item.video_uri for item in batch})
             for item in batch:
@@ -108,7 +107,9 @@ def waves(
     pending: Iterable[Pending], job: Job, checkpoint: Checkpoint, fail: Callable[[Failed], None]
 ) -> Iterator[Wave]:
     """Waves of the requests that can be answered, pool by pool; `fail` gets each of the others once."""
-    for pool in _batches(pending, POOL):
+    rest, size = iter(pending), FIRST
+    while pool := list(islice(rest, size)):
+        size = min(POOL, 2 * size)
         planned = []
         for found in look(pool, job, checkpoint):
             if isinstance(found, Failed):

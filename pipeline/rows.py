@@ -26,13 +26,15 @@ class Provenance:
     def columns(self) -> dict[str, Any]:
         name = "dense" if self.draft is None else "std" if self.job.draft == "auto" else self.job.draft
         model = {"model": self.job.model, "model_revision": self.revision}
-        return {**model, "draft": name, "attempts": 1}
+        return {**model, "draft": name}
 
 
-def answered(run: Provenance, planned: Planned, frames: Frames | None, result: Result) -> dict[str, Any]:
-    """The row of a request that reached the decoder."""
+def answered(
+    run: Provenance, planned: Planned, frames: Frames | None, result: Result, attempts: int = 1
+) -> dict[str, Any]:
+    """The row of a request that reached the decoder; `attempts` counts the engines that it was handed to."""
     row = run.columns | _asked(run.job, planned.request_id, planned.item, planned.info)
-    row |= {"planned_visual_tokens": planned.plan.tokens, **_seen(frames)}
+    row |= {"attempts": attempts, "planned_visual_tokens": planned.plan.tokens, **_seen(frames)}
     if result.error is not None:
         return row | _error(result.error)
     return row | _written(result)
@@ -41,7 +43,8 @@ def answered(run: Provenance, planned: Planned, frames: Frames | None, result: R
 def failed(run: Provenance, failure: Failed) -> dict[str, Any]:
     """The row of a request that was given up before its frames were decoded."""
     pending = failure.pending
-    return run.columns | _asked(run.job, pending.request_id, pending.item, failure.info) | _error(failure.error)
+    asked = _asked(run.job, pending.request_id, pending.item, failure.info)
+    return run.columns | {"attempts": 1} | asked | _error(failure.error)
 
 
 def _asked(job: Job, request_id: str, item: Item, info: VideoInfo | None) -> dict[str, Any]:

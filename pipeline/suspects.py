@@ -1,5 +1,5 @@
-"""Who killed the engine: of the requests that an engine held when it died, which run next, in whose company, and whom to
-blame. Pure: knows no engine, no clock and no Ray.
+"""Who killed the engine: of the requests that an engine held when it died, which run next, in whose company, and whom
+to blame. Pure: knows no engine, no clock and no Ray.
 
 Whatever an engine held when it died is suspected. Suspects run again together, in an engine that is handed nobody else;
 if it dies too they run in halves, and so on. Blamed is only who ended an engine twice that had nobody but him from the
@@ -9,8 +9,8 @@ per slot, which makes 4 + ⌈log2 slots⌉."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 ALONE = 2  # deaths alone in an engine that make a culprit
 
@@ -59,6 +59,12 @@ class Suspects:
     def take(self) -> Group | None:
         """The next group to run."""
         return self.waiting.popleft() if self.waiting else None
+
+    def drop(self, requests: Iterable[str]) -> None:
+        """Forgets requests that were answered otherwise."""
+        gone = set(requests)
+        left = [replace(g, requests=tuple(r for r in g.requests if r not in gone)) for g in self.waiting]
+        self.waiting = deque(group for group in left if group.requests)
 
     def put_back(self, group: Group) -> None:
         """Takes back a group whose trial was broken off for no fault of its members."""

@@ -23,7 +23,7 @@ from pipeline.types import Frames, Planned, RequestError, RunError, UsageError, 
 from std_core.checkpoint import Checkpoint
 from std_core.types import Draft, Result
 
-MADE = 256  # waves and failures that are made ahead
+MADE = 16  # waves and failures that are made ahead
 
 
 def main(argv: Sequence[str], prog: str, default_prompt: str = DEFAULT_PROMPT, dry: bool = False) -> int:
@@ -114,8 +114,9 @@ def plan_job(job: Job, default_prompt: str) -> int:
     return 0
 
 
-def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT) -> dict[str, Any]:
-    """Answers what has no row yet, and returns the summary that it also writes to the output.
+def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT, **driving: Any) -> dict[str, Any]:
+    """Answers what has no row yet, and returns the summary that it also writes to the output; `driving` are keywords of
+    `pipeline.run.drive`.
 
     Raises:
         UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended early and resumes.
@@ -136,7 +137,7 @@ def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT) -> dict[str, Any]:
             if todo.first():
                 from pipeline.run import drive  # starts Ray's machinery, which a run without work does without
 
-                decoded = drive(job, draft, todo, window, recorder.answered, tick=output.flush_due)
+                decoded = drive(job, draft, todo, window, recorder.answered, tick=output.flush_due, **driving)
         output.flush()
         errors = len(before & requests.ids) + recorder.errors
         result = rows.summary(len(requests.ids), errors, output.totals, time.monotonic() - began, decoded)

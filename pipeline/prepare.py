@@ -21,6 +21,7 @@ from pipeline.types import Item, Planned, RequestError, UsageError, VideoInfo, W
 from std_core.checkpoint import Checkpoint
 
 FIRST, POOL = 1024, 50_000  # requests that are planned at once: few at first, so that engines begin early, then more
+FRAMES = 2_000_000  # planned at once: the times of that many are 64 MB
 LOOKS = 16  # videos whose headers are read at the same time
 
 T = TypeVar("T")
@@ -110,12 +111,17 @@ def waves(
     rest, size = iter(pending), FIRST
     while pool := list(islice(rest, size)):
         size = min(POOL, 2 * size)
-        planned = []
+        planned: list[Planned] = []
+        frames = 0
         for found in look(pool, job, checkpoint):
             if isinstance(found, Failed):
                 fail(found)
-            else:
-                planned.append(found)
+                continue
+            planned.append(found)
+            frames += len(found.plan.times)
+            if frames > FRAMES:
+                yield from plan(tuple(planned), job.max_num_seqs)
+                planned, frames = [], 0
         yield from plan(tuple(planned), job.max_num_seqs)
 
 

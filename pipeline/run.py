@@ -79,7 +79,7 @@ def drive(
         RunError: engines cannot start, nothing moves, the cluster is too small, or SIGINT or SIGTERM arrived.
     """
     with cluster(job), _signals() as stopped:
-        count, options, settings = _share(job)
+        count, options, settings = engine_share(job)
         for name in ("dtype", "strict", "pipeline_parallel_size"):
             settings[name] = getattr(job, name)
         made = _Made(load, decode, options, settings)
@@ -90,9 +90,7 @@ def drive(
                 fleet.start(lane)
             fleet.run(stopped)
         finally:
-            for lane in fleet.lanes:
-                if lane.engine is not None:
-                    ray.kill(lane.engine)  # else its resources stay taken for as long as anything here still names it
+            fleet.close()
         return fleet.decoded
 
 
@@ -155,6 +153,14 @@ class _Fleet:
             self.watch()
             self.tick()
             self.notice(self.status())
+
+    def close(self) -> None:
+        """Ends what runs; else its resources stay taken for as long as anything here still names it."""
+        for reference in self.decoding:
+            ray.cancel(reference, force=True)
+        for lane in self.lanes:
+            if lane.engine is not None:
+                ray.kill(lane.engine)
 
     @property
     def finished(self) -> bool:
@@ -548,7 +554,7 @@ def _start(job: Job) -> None:
     ray.init(address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=store, **quiet)
 
 
-def _share(job: Job) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def engine_share(job: Job) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """How many engines, Ray's options and the settings of each: its GPUs if there are any, else its part of a machine's
     cores but those that decode, since threads of an engine that share cores with a decoder slow each other down
     tenfold."""

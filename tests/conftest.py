@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from moto.server import ThreadedMotoServer
 
 import reference
 import tiny_models
+from pipeline.config import Job
 
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -82,3 +84,18 @@ def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> S3:
 def folder(request: pytest.FixtureRequest, tmp_path: object) -> str:
     """An empty folder, once on a local disk and once in a bucket."""
     return str(tmp_path) if request.param == "local" else request.getfixturevalue("s3").bucket
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(s3_endpoint: str) -> Iterator[None]:
+    """Ray on this machine, one for all tests; its workers reach the tests' S3 server."""
+    from pipeline.run import cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # put back afterwards
+        with cluster(Job()):
+            yield

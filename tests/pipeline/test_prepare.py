@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 
 import demo_model
 import demo_world as world
+from pipeline import prepare
 from pipeline.config import Job
 from pipeline.job import main
-from pipeline.prepare import Failed, Pending, Requests, look, waves, window_of
+from pipeline.prepare import FIRST, Failed, Pending, Requests, look, waves, window_of
 from pipeline.types import FrameOptions, Item, Planned, UsageError
 from std_core.checkpoint import Checkpoint
 
@@ -105,3 +107,41 @@ def test_a_texts_draft_is_part_of_its_identity_only_where_it_makes_the_text(tmp_
     assert sparse != ids() and sparse == ids(mode="sparse", gamma=2)
     assert sparse != ids(mode="sparse", keep=0.5)
     assert sparse != ids(mode="sparse", draft="teal")
+
+
+def test_engines_get_their_first_wave_after_a_thousand_headers(clip: str, checkpoint: Checkpoint) -> None:
+    taken = 0
+
+    def pending() -> Iterator[Pending]:
+        nonlocal taken
+        for taken in range(1, 5001):
+            yield Pending(str(taken), Item(clip, "a"))
+
+    found = waves(pending(), Job(), checkpoint, lambda failed: None)
+    first = next(found)
+    assert taken <= FIRST < 5000
+    assert len(first.requests) + sum(len(wave.requests) for wave in found) == 5000
+
+
+def test_pools_are_cut_where_their_frames_are_many(
+    clip: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "FRAMES", 20)
+    pool = [Pending(str(i), Item(clip, "a")) for i in range(30)]
+    found = list(waves(pool, Job(), checkpoint, lambda failed: None))
+    assert sorted(int(r.request_id) for wave in found for r in wave.requests) == list(range(30))
+    assert max(sum(len(r.plan.times) for r in wave.requests) for wave in found) <= 20 + 8
+
+
+def test_a_request_that_was_seen_costs_little(tmp_path: Path) -> None:
+    """A driver remembers 16 bytes of each of a million requests, whatever Python makes of them."""
+    count = 20_000
+    items = (Item(str(tmp_path / "none.mp4"), f"question {i}") for i in range(count))
+    requests = Requests(items, Job(), "r", set())
+    tracemalloc.start()
+    for _ in requests.without_row(frozenset()):
+        pass
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(requests.ids) == count
+    assert kept / count < 180

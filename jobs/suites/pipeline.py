@@ -1,6 +1,6 @@
 """Whether engines are kept busy, and what an archive of any size costs the driver. An engine of a given rate is fed by
-a decoder of `speed` times its demand, once with look-ahead and once without; then a manifest of `manifest` rows is read,
-probed, planned and answered, with stubs that take no time."""
+a decoder of `speed` times its demand, once with look-ahead and once without; then a manifest of `manifest` rows is
+read, probed, planned and answered, with stubs that take no time."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class _Fleet:
     lanes: list[Lane] = field(default_factory=list)
     coming: deque[Video] = field(default_factory=deque)  # of the wave that was taken last
     open: dict[str, tuple[Planned, Video]] = field(default_factory=dict)  # all requests between plan and answer
-    decoding: dict[Any, tuple[Video, Lane, list[Planned]]] = field(default_factory=dict)
+    decoding: dict[Any, tuple[Video, Lane, list[Planned], Any]] = field(default_factory=dict)
     feeding: dict[Any, tuple[Lane, Any, list[Planned]]] = field(default_factory=dict)
     returned: deque[Planned] = field(default_factory=deque)  # decoded for a lane whose engine died
     suspects: Suspects = field(default_factory=Suspects)
@@ -220,15 +220,14 @@ class _Fleet:
         task: Any = decode_video
         if lane.node is not None:
             task = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(lane.node, soft=True))
-        known, video.pixels = task.remote(
-            self.made.decode, video.requests[0].info, video.requests[0].plan, self.job.decode_timeout
-        )
-        video.tries += 1
+        first = video.requests[0]
+        known, pixels = task.remote(self.made.decode, first.info, first.plan, self.job.decode_timeout)
+        video.pixels, video.tries = None, video.tries + 1
         lane.decoding += len(requests)
-        self.decoding[known] = (video, lane, requests)
+        self.decoding[known] = (video, lane, requests, pixels)
 
     def _take_frames(self, reference: Any) -> None:
-        video, lane, requests = self.decoding.pop(reference)
+        video, lane, requests, pixels = self.decoding.pop(reference)
         lane.decoding -= len(requests)
         known = _decoded(reference)
         self._happened()
@@ -237,10 +236,9 @@ class _Fleet:
             return
         self.decoded += 1
         if isinstance(known, RequestError):
-            video.pixels = None
             self._undecodable(video, known)
             return
-        video.frames = known
+        video.frames, video.pixels = known, pixels
         lane.queue.extend(requests)
 
     def _undecodable(self, video: Video, error: RequestError) -> None:
@@ -275,7 +273,8 @@ class _Fleet:
             return
         requests: list[Planned] = []
         while len(requests) < lane.room and (source := self._source(lane)):
-            requests.append(source.popleft())
+            if (request := source.popleft()).request_id in self.open:  # else its video was lost and is no more
+                requests.append(request)
         self._hand_over(lane, requests)
 
     def _source(self, lane: Lane) -> deque[Planned]:
@@ -292,7 +291,7 @@ class _Fleet:
             missing = {id(v): v for _, v in map(self.open.__getitem__, group.requests) if v.pixels is None}
             if not missing:
                 return group
-            under_way = {id(video) for video, _, _ in self.decoding.values()}
+            under_way = {id(video) for video, *_ in self.decoding.values()}
             for video in missing.values():
                 if id(video) not in under_way:
                     self._decode(video, lane, [])
@@ -359,7 +358,7 @@ class _Fleet:
         except RayActorError:
             return  # the engine's stream tells
         except RayError:
-            requests = [r for r in requests if lane.engine is engine and lane.held.pop(r.request_id, None) is not None]
+            requests = [r for r in requests if lane.engine is engine and lane.held.pop(r.request_id, None)]
             for video, alike in _by_video([self.open[r.request_id] for r in requests]):
                 self._decode(video, lane, alike)
             if lane.trial is not None and not lane.held:
@@ -386,6 +385,8 @@ class _Fleet:
         except RayTaskError as error:
             code = error.cause.code if isinstance(error.cause, RequestError) else "worker_killed"
             self._died(lane, code, _last_line(error))
+        except RayError as error:  # an answer that was lost with its machine
+            self._died(lane, "worker_killed", str(error).splitlines()[0])
         else:
             lane.moved()
             if lane.held.pop(result.request_id, None) is not None:

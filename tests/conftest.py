@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 
 import reference
 import tiny_models
-from pipeline.config import Job
+from pipeline.config import ROOT, Job
 
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -96,6 +96,7 @@ def ray_cluster(s3_endpoint: str) -> Iterator[None]:
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # put back afterwards
+        before = os.environ.get("PYTHONPATH", "")  # which is put back afterwards
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT / "jobs"), before))))
         with cluster(Job()):
             yield

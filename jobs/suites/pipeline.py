@@ -51,6 +51,8 @@ class Flags:
 def run(argv: list[str]) -> dict[str, Any]:
     """The suite's figures."""
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite pipeline")
+    here = str(Path(__file__).resolve().parent.parent)  # where Ray's processes find the stubs
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     with cluster(Job()):
         ahead = _measure(flags)
         with _without_look_ahead():

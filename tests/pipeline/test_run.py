@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray import cloudpickle
 
 from pipeline import flow, run
 from pipeline.config import Job
@@ -22,7 +24,13 @@ from pipeline.types import FramePlan, Frames, Planned, RequestError, RunError, V
 from std_core.types import Result
 from stubs import Listed, decode_stub, load_stub, planned
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = pytest.mark.usefixtures("ray_cluster", "by_value")
+
+
+@pytest.fixture(scope="module")
+def by_value() -> None:
+    """Functions of this module travel whole: Ray's processes cannot import it."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Seen:

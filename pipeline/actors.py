@@ -1,21 +1,24 @@
 """What runs elsewhere: the engine's actor and the decode task, thin shells around `std_core.engine` and
-`pipeline.frames`. A request's failure comes back as a value, never as an exception."""
+`pipeline.frames`, and how the driver reaches them. A request's failure comes back as a value, never as an exception."""
 
 from __future__ import annotations
 
 import queue
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.config import model_path
+from pipeline.config import Job, model_path
+from pipeline.fleet import RESUMES, Gone
 from pipeline.frames import Limits
-from pipeline.types import FramePlan, Frames, RequestError, VideoInfo
+from pipeline.types import FramePlan, Frames, RequestError, RunError, VideoInfo
 from std_core.types import Draft, Mode, Request, Result
 
 NO_PIXELS = np.empty((0, 0, 0, 3), np.uint8)
@@ -93,3 +96,89 @@ class EngineActor:
                 continue
             self.passed += 1
             yield request
+
+
+@dataclass(frozen=True)
+class RayHands:
+    """`pipeline.fleet.Hands` on a Ray cluster.
+
+    Args:
+        load, decode: make engines and frames.
+        options, settings: Ray's for an engine, and the engine's own but for its slots.
+    """
+
+    load: Load
+    decoder: Decode
+    job: Job
+    draft: Draft | None
+    options: dict[str, Any]
+    settings: dict[str, Any]
+
+    def decode(self, info: VideoInfo, plan: FramePlan, node: str | None) -> tuple[Any, Any]:
+        task: Any = decode_video
+        if node is not None:
+            task = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True))
+        return tuple(task.remote(self.decoder, info, plan, self.job.decode_timeout))
+
+    def start(self, slots: int) -> tuple[Any, Any]:
+        actor = EngineActor.options(**self.options)  # type: ignore[attr-defined]
+        engine = actor.remote(self.load, self.job.model, self.settings | {"max_num_seqs": slots})
+        return engine, engine.ready.remote()
+
+    def run(self, engine: Any) -> Any:
+        return engine.run.remote(self.draft, self.job.mode)
+
+    def feed(self, engine: Any, requests: list[Request], pixels: Any) -> Any:
+        return engine.feed.remote(requests, pixels)
+
+    def pulse(self, engine: Any) -> Any:
+        return engine.pulse.remote()
+
+    def wait(self, references: list[Any], seconds: float) -> list[Any]:
+        if not ray.wait(references, timeout=seconds, fetch_local=False)[0]:
+            return []
+        return ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)[0]
+
+    def get(self, reference: Any) -> Any:
+        try:
+            return ray.get(reference)
+        except RayActorError as error:
+            if "creation task" in str(error):
+                raise RunError(f"the engine is gone: it could not start: {_last_line(error)}; {RESUMES}") from error
+            raise Gone("worker_killed", "its process died, killed or out of memory") from error
+        except RayTaskError as error:
+            raise _failed(error) from error
+        except (WorkerCrashedError, OutOfMemoryError) as error:
+            raise Gone("decode_crashed", f"the decoding process died: {str(error).splitlines()[0]}") from error
+        except RayError as error:
+            raise Gone("lost", str(error).splitlines()[0]) from error
+
+    def following(self, stream: Any) -> Result:
+        try:
+            return self.get(next(stream))
+        except StopIteration:
+            raise Gone("worker_killed", "it ended by itself") from None
+
+    def kill(self, engine: Any) -> None:
+        ray.kill(engine)
+
+    def cancel(self, reference: Any) -> None:
+        ray.cancel(reference, force=True)
+
+    def free(self) -> str:
+        left = ray.available_resources()
+        free = ", ".join(f"{left.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+        asked = ", ".join(f"{value:g} {name[4:-1].upper()}" for name, value in self.options.items())
+        return f"free in the cluster: {free}; an engine asks for {asked}, a decoder for 1 CPU"
+
+
+def _failed(error: RayTaskError) -> Gone:
+    """What was raised in a task or an actor; a task whose argument could not be had is as if its own were lost."""
+    if isinstance(error.cause, RequestError):
+        return Gone(error.cause.code, error.cause.message)
+    return Gone("lost" if isinstance(error.cause, RayError) else "worker_killed", _last_line(error))
+
+
+def _last_line(error: Exception) -> str:
+    """Of a remote traceback: what was raised."""
+    return str(error).strip().splitlines()[-1]

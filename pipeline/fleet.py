@@ -105,7 +105,7 @@ class Fleet:
     coming: deque[Video] = field(default_factory=deque)  # of the wave that was taken last
     open: dict[str, tuple[Planned, Video]] = field(default_factory=dict)  # all requests between plan and answer
     decoding: dict[Any, tuple[Video, Lane, list[Planned], Any]] = field(default_factory=dict)
-    feeding: dict[Any, tuple[Lane, Any, list[Planned]]] = field(default_factory=dict)
+    feeding: dict[Any, tuple[Lane, Any, list[Planned], Any]] = field(default_factory=dict)
     returned: deque[Planned] = field(default_factory=deque)  # decoded for a lane whose engine died
     suspects: Suspects = field(default_factory=Suspects)
     handed: Counter[str] = field(default_factory=Counter)  # id → engines that were handed the request
@@ -208,6 +208,15 @@ class Fleet:
         lane.decoding += len(requests)
         self.decoding[known] = (video, lane, requests, pixels)
 
+    def _decode_again(self, video: Video, lane: Lane, requests: list[Planned]) -> None:
+        """As `_decode`, of a video whose frames were lost; once, whoever asks."""
+        for under_way, its, waiting, _ in self.decoding.values():
+            if under_way is video:
+                its.decoding += len(requests)
+                waiting += requests
+                return
+        self._decode(video, lane, requests)
+
     def _take_frames(self, reference: Any) -> None:
         video, lane, requests, pixels = self.decoding.pop(reference)
         lane.decoding -= len(requests)
@@ -217,9 +226,11 @@ class Fleet:
             code = {"worker_killed": "decode_error", "lost": "decode_crashed"}.get(gone.code, gone.code)
             known = RequestError(code, f"decoding failed: {gone.why}")
         self._happened()
-        if isinstance(known, RequestError) and known.code == "decode_crashed" and video.tries < DECODES:
-            self._decode(video, lane, requests)  # somebody else may have killed the process
-            return
+        if isinstance(known, RequestError) and known.code == "decode_crashed":
+            video.crashes += 1
+            if video.crashes < DECODES:
+                self._decode(video, lane, requests)  # somebody else may have killed the process
+                return
         self.decoded += 1
         if isinstance(known, RequestError):
             self._undecodable(video, known)
@@ -256,7 +267,12 @@ class Fleet:
             return
         requests: list[Planned] = []
         while len(requests) < lane.room and (source := self._source(lane)):
-            if (request := source.popleft()).request_id in self.open:  # else its video was lost and is no more
+            request = source.popleft()
+            if request.request_id not in self.open:
+                continue  # its video was lost and cannot be decoded again
+            if (video := self.open[request.request_id][1]).pixels is None:
+                self._decode_again(video, lane, [request])
+            else:
                 requests.append(request)
         self._hand_over(lane, requests)
 
@@ -274,10 +290,8 @@ class Fleet:
             missing = {id(v): v for _, v in map(self.open.__getitem__, group.requests) if v.pixels is None}
             if not missing:
                 return group
-            under_way = {id(video) for video, *_ in self.decoding.values()}
             for video in missing.values():
-                if id(video) not in under_way:
-                    self._decode(video, lane, [])
+                self._decode_again(video, lane, [])
             self.suspects.waiting.append(group)
         return None
 
@@ -290,7 +304,12 @@ class Fleet:
                 self.handed[request.request_id] += 1
             assert video.frames is not None
             wanted = [self._request(request, video.frames.fps) for request in alike]
-            self.feeding[self.hands.feed(lane.engine, wanted, video.pixels)] = (lane, lane.engine, alike)
+            self.feeding[self.hands.feed(lane.engine, wanted, video.pixels)] = (
+                lane,
+                lane.engine,
+                alike,
+                video.pixels,
+            )
 
     def _request(self, planned: Planned, fps: float) -> Request:
         room = self.max_model_len - planned.context
@@ -332,16 +351,24 @@ class Fleet:
 
     def _take_fed(self, reference: Any) -> None:
         """Frames that were lost on their way are decoded again; of an engine's end its stream tells."""
-        lane, engine, requests = self.feeding.pop(reference)
+        lane, engine, requests, pixels = self.feeding.pop(reference)
         try:
             self.hands.get(reference)
         except Gone as gone:
-            if gone.code != "lost":
-                return
-            lost = [r for r in requests if lane.engine is engine and lane.held.pop(r.request_id, None)]
-            for video, alike in _by_video([self.open[r.request_id] for r in lost]):
-                self._decode(video, lane, alike)
-            self._end_trial(lane)
+            if gone.code == "lost" and lane.engine is engine:
+                self._lost(lane, [r for r in requests if lane.held.pop(r.request_id, None)], pixels)
+
+    def _lost(self, lane: Lane, requests: list[Planned], pixels: Any) -> None:
+        """Requests that share frames never reached the engine; suspects stay suspects."""
+        for video in {id(v): v for _, v in (self.open[r.request_id] for r in requests)}.values():
+            if video.pixels is pixels:
+                video.pixels = None
+        if lane.trial is not None and requests:
+            alone = lane.trial.alone if len(lane.trial.requests) == 1 else 0
+            self.suspects.put_back(Group(tuple(r.request_id for r in requests), alone))
+        else:
+            lane.queue.extendleft(reversed(requests))
+        self._end_trial(lane)
 
     def _take_beat(self, lane: Lane) -> None:
         reference, lane.beat = lane.beat, None

@@ -26,6 +26,7 @@ class Video:
     pixels: Any = None  # reference to them, until the last request is answered
     frames: Frames | None = None  # what is known of them, without pixels
     tries: int = 0  # how often it was decoded
+    crashes: int = 0  # how often that ended its process
 
 
 def videos(wave: Wave) -> Iterator[Video]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
-from pipeline import flow, run
+from pipeline import flow
 from pipeline.config import Job
 from pipeline.flow import Status
 from pipeline.frames import Limits
@@ -98,14 +98,6 @@ def test_a_full_memory_halves_the_slots_and_blames_nobody() -> None:
 def test_what_does_not_fit_alone_is_out_of_memory() -> None:
     seen = Seen([planned(0)], 1).drive(partial(load_stub, memory=0))
     assert seen.once() and seen.errors == {"?": "out_of_memory"}
-
-
-def test_engines_are_replaced_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "RECYCLE", 4)
-    seen = Seen([planned(i) for i in range(10)], 1).drive()
-    assert seen.once() and not seen.errors and seen.deaths == 0
-    assert len({result.text.split()[-1] for _, _, result, _ in seen.rows}) >= 2
-    assert {attempts for *_, attempts in seen.rows} == {1}
 
 
 def crashing_decode(

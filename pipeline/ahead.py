@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
+WAIT = 5.0  # s for a thread to end
+
 T = TypeVar("T")
 
 
@@ -43,9 +45,9 @@ class Ahead(Generic[T]):
             return None
 
     def close(self) -> None:
-        """Ends the thread at its next step."""
+        """Ends the thread at its next step; does not wait for long, since that may be a slow look at storage."""
         self._unwanted.set()
-        self._thread.join()
+        self._thread.join(WAIT)
 
     def __enter__(self) -> Ahead[T]:
         return self

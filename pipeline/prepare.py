@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 from pipeline import storage
@@ -113,7 +113,7 @@ def waves(
         size = min(POOL, 2 * size)
         planned: list[Planned] = []
         frames = 0
-        for found in look(pool, job, checkpoint):
+        for found in chain.from_iterable(look(batch, job, checkpoint) for batch in _batches(pool, FIRST)):
             if isinstance(found, Failed):
                 fail(found)
                 continue

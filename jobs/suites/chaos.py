@@ -96,7 +96,8 @@ def _rows(name: str) -> list[dict[str, Any]]:
 @contextmanager
 def _bucket() -> Iterator[str]:
     """An S3 server with a bucket, which this process reaches directly."""
-    from moto.server import ThreadedMotoServer  # an extra
+    import boto3  # an extra, like moto
+    from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -105,7 +106,7 @@ def _bucket() -> Iterator[str]:
     access = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
     os.environ |= {**access, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
     try:
-        storage._remote(BUCKET)[0].mkdir(BUCKET.removeprefix("s3://"))
+        boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket=BUCKET.removeprefix("s3://"))
         yield f"http://{host}:{port}"
     finally:
         server.stop()

@@ -16,8 +16,8 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config import Job, model_path
-from pipeline.fleet import RESUMES, Gone
 from pipeline.frames import Limits
+from pipeline.hands import RESUMES, Gone
 from pipeline.types import FramePlan, Frames, RequestError, RunError, VideoInfo
 from std_core.types import Draft, Mode, Request, Result
 
@@ -100,7 +100,7 @@ class EngineActor:
 
 @dataclass(frozen=True)
 class RayHands:
-    """`pipeline.fleet.Hands` on a Ray cluster.
+    """`pipeline.hands.Hands` on a Ray cluster.
 
     Args:
         load, decode: make engines and frames.

@@ -1,6 +1,6 @@
 """What the driver does, step by step: videos are decoded a little ahead of the engines, requests handed over as their
 frames arrive, results handed on as rows finish, engines that die replaced. Everything here is in one thread, so that
-every request is handed on exactly once. Ray is behind `pipeline.actors.Hands`; here its references are names of things
+every request is handed on exactly once. Ray is behind `pipeline.hands.Hands`; here its references are names of things
 that will come."""
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline import flow
 from pipeline.config import Job
 from pipeline.flow import Lane, Status, Video
+from pipeline.hands import RESUMES, Gone, Hands, Waves
 from pipeline.suspects import Group, Suspects
-from pipeline.types import FramePlan, Frames, Planned, RequestError, RunError, VideoInfo, Wave
+from pipeline.types import Frames, Planned, RequestError, RunError
 from std_core.types import Request, Result
 
 BEAT = 1.0  # s between two questions to an engine how far it is
@@ -25,67 +26,8 @@ DRAIN = 20.0  # s that engines may go on after SIGTERM
 RECYCLE = 10_000  # requests that an engine answers before another takes its place: what leaks is given back
 STARTS = 3  # engines in a row that end before anything is answered, beyond what suspects explain
 DECODES = 2  # tries at a video whose decoding process dies
-RESUMES = "what is finished is written, and the same command resumes"
 
 Emit = Callable[[Planned, Frames | None, Result, int], None]
-
-
-class Gone(Exception):
-    """What was waited for will not come: its process died or failed. `code` is a row's error code."""
-
-    def __init__(self, code: str, why: str):
-        super().__init__(why)
-        self.code, self.why = code, why
-
-
-class Waves(Protocol):
-    """Where waves come from, as they are made."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether all were taken."""
-
-    def take(self) -> Wave | None:
-        """The next one, if there is one by now."""
-
-
-class Hands(Protocol):
-    """How engines and decoders are reached. A reference names what a call will give; `get` gives it, once `wait` says
-    that it is there, or raises Gone."""
-
-    def decode(self, info: VideoInfo, plan: FramePlan, node: str | None) -> tuple[Any, Any]:
-        """Starts decoding, near a machine if one is given: references to what is known of the frames, and to pixels."""
-
-    def start(self, slots: int) -> tuple[Any, Any]:
-        """Asks for an engine: a handle of it, and a reference to the machine that it runs on. `get` raises RunError
-        for one that cannot start."""
-
-    def run(self, engine: Any) -> Any:
-        """Lets it run: a stream of results, of which `following` gives the next."""
-
-    def feed(self, engine: Any, requests: list[Request], pixels: Any) -> Any:
-        """Hands it requests that share frames."""
-
-    def pulse(self, engine: Any) -> Any:
-        """Asks it how far it is."""
-
-    def wait(self, references: list[Any], seconds: float) -> list[Any]:
-        """Those that are there; waits for the first of them."""
-
-    def get(self, reference: Any) -> Any:
-        """What a reference names."""
-
-    def following(self, stream: Any) -> Result:
-        """The next result."""
-
-    def kill(self, engine: Any) -> None:
-        """Ends an engine's process, whatever it does."""
-
-    def cancel(self, reference: Any) -> None:
-        """Ends what decodes."""
-
-    def free(self) -> str:
-        """What the cluster has left, and what an engine asks for, for people."""
 
 
 @dataclass
@@ -356,10 +298,12 @@ class Fleet:
             self.hands.get(reference)
         except Gone as gone:
             if gone.code == "lost" and lane.engine is engine:
-                self._lost(lane, [r for r in requests if lane.held.pop(r.request_id, None)], pixels)
+                self._lost(lane, [r for r in requests if r.request_id in lane.held], pixels)
 
     def _lost(self, lane: Lane, requests: list[Planned], pixels: Any) -> None:
         """Requests that share frames never reached the engine; suspects stay suspects."""
+        for request in requests:
+            del lane.held[request.request_id]
         for video in {id(v): v for _, v in (self.open[r.request_id] for r in requests)}.values():
             if video.pixels is pixels:
                 video.pixels = None

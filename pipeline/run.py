@@ -16,13 +16,15 @@ import ray
 from pipeline import frames
 from pipeline.actors import Decode, Load, RayHands
 from pipeline.config import ROOT, Job
-from pipeline.fleet import Emit, Fleet, Waves
+from pipeline.fleet import Emit, Fleet
 from pipeline.flow import Lane, Status
+from pipeline.hands import Waves
 from pipeline.types import RunError
 from std_core.engine import Engine
 from std_core.types import Draft
 
 PROGRESS = 5.0  # s between two lines on standard error
+STARTS = 3  # tries to start Ray on this machine
 
 
 def drive(
@@ -91,10 +93,15 @@ def cluster(job: Job) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    try:
-        _start(job)
-    except Exception as error:  # Ray raises bare ones
-        raise RunError(f"Ray did not start: {str(error).strip().splitlines()[0]}") from error
+    for tries in range(STARTS):
+        try:
+            _start(job)
+            break
+        except Exception as error:  # Ray raises bare ones
+            ray.shutdown()
+            why = str(error).strip().splitlines()[0]
+            if tries + 1 == STARTS or "timed out" not in why:  # a machine may just be busy
+                raise RunError(f"Ray did not start: {why}") from error
     try:
         yield
     finally:

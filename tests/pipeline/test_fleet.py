@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from pipeline import fleet as fleet_module
 from pipeline import flow
 from pipeline.config import Job
-from pipeline.fleet import Fleet, Gone
+from pipeline.fleet import Fleet
 from pipeline.flow import Lane, Status
+from pipeline.hands import Gone
 from pipeline.types import FramePlan, Frames, Planned, RequestError, RunError, VideoInfo
 from std_core.types import Request, Result
 from stubs import Listed, planned

@@ -8,6 +8,7 @@ can have been answered, so that no request can be hit twice alone."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -211,10 +212,10 @@ class _Storm:
         it engines and decoders."""
         self.rng = random.Random(self.flags.seed)
         lives = self.flags.driver_kills + 1
-        for life in range(lives):
+        for life in range(1, lives + 1):
             driver = _Driver(self.words, self.endpoint)
-            goal = self._written() + (self.rng.uniform(0.5, 1.0) * self.flags.requests / lives)
-            self._live(driver, goal if life + 1 < lives else self.flags.requests + 1, life + 1)
+            share = self.rng.uniform(0.5, 1.0) * self.flags.requests / lives / PART
+            self._live(driver, self._parts() + share if life < lives else math.inf, life)
             if driver.done:
                 driver.finish()
                 return self.killed
@@ -223,14 +224,14 @@ class _Storm:
         raise RunError("the last run did not end")
 
     def _live(self, driver: _Driver, goal: float, life: int) -> None:
-        """Until so many rows are written, or the run ends."""
-        begun, safe = self._written(), 0
-        while not driver.done and (written := self._written()) < goal:
+        """Until so many parts are written, or the run ends."""
+        begun, safe = self._parts(), 0
+        while not driver.done and (parts := self._parts()) < goal:
             time.sleep(self.rng.uniform(0.1, 0.5))
             family = descendants(driver.process.pid)
-            if begun < written > safe and self._due("engine", life) and self._kill("engine", family, (ENGINE,)):
-                # rows that were answered may wait for their part; behind them come the suspects, before all others
-                safe = written + PART + 2 * self.flags.max_num_seqs
+            if begun < parts > safe and self._due("engine", life) and self._kill("engine", family, (ENGINE,)):
+                # a part has a row at least; some that were answered before wait for theirs, and the suspects are next
+                safe = parts + PART + 2 * self.flags.max_num_seqs
             elif self._due("decoder", life):
                 self._kill("decoder", family, DECODERS)
 
@@ -249,6 +250,6 @@ class _Storm:
             return True
         return False
 
-    def _written(self) -> int:
-        """Rows that are committed, as the ledger's names tell: parts are full but for the last."""
-        return PART * len(storage.list_names(f"{BUCKET}/storm/_ledger"))
+    def _parts(self) -> int:
+        """Parts that are committed, as the ledger's names tell."""
+        return len(storage.list_names(f"{BUCKET}/storm/_ledger"))

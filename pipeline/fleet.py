@@ -25,7 +25,7 @@ BEAT = 1.0  # s between two questions to an engine how far it is
 DRAIN = 20.0  # s that engines may go on after SIGTERM
 RECYCLE = 10_000  # requests that an engine answers before another takes its place: what leaks is given back
 STARTS = 3  # engines in a row that end before anything is answered, beyond what suspects explain
-DECODES = 2  # tries at a video whose decoding process dies
+DECODES = 3  # tries at a video whose decoding process dies
 
 Emit = Callable[[Planned, Frames | None, Result, int], None]
 

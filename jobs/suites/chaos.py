@@ -28,6 +28,7 @@ import demo_world as world
 from bad_network import bad_network
 from pipeline import read, storage
 from pipeline.config import ROOT, parse_flags
+from pipeline.fleet import DECODES
 from pipeline.types import RunError, UsageError
 
 BUCKET = "s3://chaos"
@@ -225,15 +226,15 @@ class _Storm:
 
     def _live(self, driver: _Driver, goal: float, life: int) -> None:
         """Until so many parts are written, or the run ends."""
-        begun, safe = self._parts(), 0
+        begun, safe, hit = self._parts(), 0, 0
         while not driver.done and (parts := self._parts()) < goal:
             time.sleep(self.rng.uniform(0.1, 0.5))
             family = descendants(driver.process.pid)
             if begun < parts > safe and self._due("engine", life) and self._kill("engine", family, (ENGINE,)):
                 # a part has a row at least; some that were answered before wait for theirs, and the suspects are next
                 safe = parts + PART + 2 * self.flags.max_num_seqs
-            elif self._due("decoder", life):
-                self._kill("decoder", family, DECODERS)
+            elif hit < DECODES - 1 and self._due("decoder", life):  # one more might be the last try at one video
+                hit += self._kill("decoder", family, DECODERS)
 
     def _due(self, kind: str, life: int) -> bool:
         """Kills are spread over the drivers' lives."""

@@ -38,11 +38,6 @@ __all__ = [
 ]  # fmt: skip
 
 _FAILURES = (OSError, ValueError, ImportError, asyncio.TimeoutError, BotoCoreError, ClientError, aiohttp.ClientError)
-_S3 = {
-    "max_concurrency": 1,  # else a whole read asks for the size first
-    # throttling, 5xx, resets and silence are tried again, after 1, 2, 4, ... at most 20 s, about two minutes in all
-    "config_kwargs": {"retries": {"mode": "standard", "max_attempts": 10}, "connect_timeout": 10, "read_timeout": 30},
-}
 _threads = threading.local()
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -100,9 +95,16 @@ def _remote(uri: str) -> tuple[Any, str]:
     key = (os.getpid(), protocol, os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
     known = _threads.__dict__.setdefault("filesystems", {})
     if key not in known:
-        options = _S3 if protocol == "s3" else {}
+        options = _s3_options() if protocol == "s3" else {}
         known[key] = fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
     return known[key], path if protocol == "s3" else uri
+
+
+def _s3_options() -> dict[str, Any]:
+    """Throttling, 5xx, resets and silence are tried again, after up to 1, 2, 4, ... 20 s."""
+    tries = int(os.environ.get("AWS_MAX_ATTEMPTS", 7))
+    patience = {"retries": {"mode": "standard", "max_attempts": tries}, "connect_timeout": 10, "read_timeout": 30}
+    return {"max_concurrency": 1, "config_kwargs": patience}  # with more, a whole read asks for the size first
 
 
 def _keys(folder: str, prefix: str = "", delimiter: str = "") -> Iterator[tuple[str, int]]:

@@ -135,7 +135,7 @@ def test_pools_are_cut_where_their_frames_are_many(
 
 def test_a_request_that_was_seen_costs_little(tmp_path: Path) -> None:
     """A driver remembers 16 bytes of each of a million requests, whatever Python makes of them."""
-    count = 20_000
+    count = 4000
     items = (Item(str(tmp_path / "none.mp4"), f"question {i}") for i in range(count))
     requests = Requests(items, Job(), "r", set())
     tracemalloc.start()

@@ -8,6 +8,7 @@ can have been answered, so that no request can be hit twice alone."""
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import random
@@ -101,6 +102,7 @@ def _bucket() -> Iterator[str]:
     import boto3  # an extra, like moto
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else a line per call
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -149,7 +149,7 @@ class RayHands:
         except RayTaskError as error:
             raise _failed(error) from error
         except (WorkerCrashedError, OutOfMemoryError) as error:
-            raise Gone("decode_crashed", f"the decoding process died: {str(error).splitlines()[0]}") from error
+            raise Gone("crashed", f"its process died: {str(error).splitlines()[0]}") from error
         except RayError as error:
             raise Gone("lost", str(error).splitlines()[0]) from error
 

@@ -26,6 +26,9 @@ DRAIN = 20.0  # s that engines may go on after SIGTERM
 RECYCLE = 10_000  # requests that an engine answers before another takes its place: what leaks is given back
 STARTS = 3  # engines in a row that end before anything is answered, beyond what suspects explain
 DECODES = 3  # tries at a video whose decoding process dies
+# what a row says of a process that ended
+OF_DECODERS = {"worker_killed": "decode_error", "lost": "decode_crashed", "crashed": "decode_crashed"}
+OF_ENGINES = {"lost": "worker_killed", "crashed": "worker_killed"}
 
 Emit = Callable[[Planned, Frames | None, Result, int], None]
 
@@ -165,8 +168,7 @@ class Fleet:
         try:
             known = self.hands.get(reference)
         except Gone as gone:
-            code = {"worker_killed": "decode_error", "lost": "decode_crashed"}.get(gone.code, gone.code)
-            known = RequestError(code, f"decoding failed: {gone.why}")
+            known = RequestError(OF_DECODERS.get(gone.code, gone.code), f"decoding failed: {gone.why}")
         self._happened()
         if isinstance(known, RequestError) and known.code == "decode_crashed":
             video.crashes += 1
@@ -285,7 +287,7 @@ class Fleet:
         try:
             lane.node, lane.ready = self.hands.get(lane.ready), None
         except Gone as gone:
-            self._died(lane, gone.code, f"{gone.why} while it started")
+            self._died(lane, OF_ENGINES.get(gone.code, gone.code), f"{gone.why} while it started")
             return
         lane.results = self.hands.run(lane.engine)
         lane.moved()
@@ -329,7 +331,7 @@ class Fleet:
         try:
             result = self.hands.following(lane.results)
         except Gone as gone:
-            self._died(lane, "worker_killed" if gone.code == "lost" else gone.code, gone.why)
+            self._died(lane, OF_ENGINES.get(gone.code, gone.code), gone.why)
             return
         lane.moved()
         if lane.held.pop(result.request_id, None) is not None:

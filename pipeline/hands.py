@@ -11,8 +11,8 @@ RESUMES = "what is finished is written, and the same command resumes"
 
 
 class Gone(Exception):
-    """What was waited for will not come. `code` is an error code of rows, `crashed` (its process died) or `lost` (what it
-    made was lost with a machine)."""
+    """What was waited for will not come. `code` is an error code of rows, `crashed` (its process died) or `lost` (what
+    it made was lost with a machine)."""
 
     def __init__(self, code: str, why: str):
         super().__init__(why)

@@ -37,7 +37,9 @@ class Job:
     input: str = _flag("", "folder, bucket prefix, glob, one video, or manifest (.parquet, .jsonl, .csv, .txt)")
     output: str = _flag("", "folder or bucket prefix for Parquet parts and ledger")
     model: str = _flag("demo", "preset of conf/model, hub id, or folder")
-    draft: str = _flag("auto", "preset of conf/draft; auto is std, and in a plan what is expected to be fastest")
+    draft: str = _flag(
+        "auto", "preset of conf/draft; auto: the fastest for each wave, as expected, or std where nothing is known"
+    )
     profile: str = _flag("", "device profile that jobs/calibrate.py wrote; default: what is published of the device")
     price_per_hour: float | None = _flag(None, "of the machine of one engine, in any currency; for a plan")
     mode: Literal["std", "dense", "sparse"] = _flag(
@@ -69,6 +71,9 @@ class Job:
     strict: int = _flag(0, "pad verifications to N tokens a row: one text in bfloat16, whatever drafts; 0: don't")
     pipeline_parallel_size: int = _flag(1, "GPUs of one machine over which an engine spreads the model's layers")
     tensor_parallel_size: int = _flag(1, "GPUs of one machine that share each layer of an engine's model, by its heads")
+    concurrency: int | None = _flag(None, "engines; default: one per GPU (per so many as one is spread over), else 1")
+    engine_timeout: float = _flag(600.0, "seconds without a step after which an engine is replaced")
+    stall_timeout: float = _flag(1800.0, "seconds without anything happening after which the run ends")
     limit: int | None = _flag(None, "only the first N requests of the input")
     dry_run: bool = _flag(False, "probe and plan only: no frame is decoded, nothing is written")
     retry_failed: bool = _flag(False, "run again what earlier runs left as error rows")
@@ -86,6 +91,7 @@ class Job:
             "max_bytes_in_flight",
             "pipeline_parallel_size",
             "tensor_parallel_size",
+            "concurrency",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{_hyphened(name)} is {value}: at least 1 is needed")
@@ -100,8 +106,6 @@ class Job:
             raise UsageError(f"--price-per-hour is {self.price_per_hour}: 0 or more is needed")
         if not 0 <= self.max_error_fraction <= 1:
             raise UsageError(f"--max-error-fraction is {self.max_error_fraction}: a share between 0 and 1 is needed")
-        if not self.decode_timeout > 0:
-            raise UsageError(f"--decode-timeout is {self.decode_timeout}: seconds above 0 are needed")
         if self.window_seconds is not None and not self.window_seconds > 0:
             raise UsageError(f"--window-seconds is {self.window_seconds}: seconds above 0 are needed")
         if self.window_overlap and not 0 <= self.window_overlap < (self.window_seconds or 0):
@@ -109,6 +113,9 @@ class Job:
                 f"--window-overlap is {self.window_overlap}: from 0 to less than --window-seconds, which is "
                 f"{self.window_seconds or 'not given'}, is needed"
             )
+        for name in ("decode_timeout", "engine_timeout", "stall_timeout"):
+            if not (seconds := getattr(self, name)) > 0:
+                raise UsageError(f"{_hyphened(name)} is {seconds}: seconds above 0 are needed")
         try:
             _ = self.sampling
         except ValueError as error:

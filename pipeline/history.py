@@ -56,10 +56,9 @@ class History:
             lengths = _with(lengths, (kind,), statistics.fmean(len(r.token_ids) for r in some))
             if wave.draft is not None and sum(r.rounds for r in some) >= ROUNDS:
                 accepts = _with(accepts, (draft_key(wave.draft), kind), acceptance(some))
-        rounds = sum(r.rounds for r in good)
-        if wave.why and rounds >= ROUNDS and wave.why[0].round_s > 0:
-            ratio = sum(r.decode_s for r in good) / (rounds * wave.why[0].round_s)
-            speeds = _with(speeds, (draft_key(wave.draft),), ratio)
+        rounds, spent = sum(r.rounds for r in good), sum(r.decode_s for r in good)
+        if wave.why and rounds >= ROUNDS and wave.why[0].round_s > 0 and spent > 0:
+            speeds = _with(speeds, (draft_key(wave.draft),), spent / (rounds * wave.why[0].round_s))
         return replace(self, accepts=accepts, speeds=speeds, lengths=lengths)
 
     def acceptance(self, draft: Draft, kind: str) -> float | None:

@@ -7,26 +7,32 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline import dryrun, rows
+from pipeline.ahead import Ahead
 from pipeline.choice import setting_of
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, model_path, parse_job
 from pipeline.ledger import LeaseLost
-from pipeline.prepare import Failed, Pending, Requests, manifest_of, waves, window_of
+from pipeline.pool import Pool, fitting
+from pipeline.prepare import Failed, Found, Requests, found, manifest_of, window_of
 from pipeline.profile import profile_for
 from pipeline.progress import Watch
-from pipeline.schedule import History, misfit, plan
+from pipeline.schedule import History, plan
 from pipeline.sink import Output, open_output
-from pipeline.types import Frames, Planned, RequestError, RunError, UsageError, Wave
+from pipeline.types import Answer, Planned, RequestError, RunError, UsageError, Wave
 from std_core.checkpoint import Checkpoint
+from std_core.devices import device_at_hand
 from std_core.ranks import undividable
-from std_core.types import Draft, Result
+from std_core.types import Draft
+
+MADE = 4  # batches of headers that are read ahead
 
 
 def main(argv: Sequence[str], prog: str, default_prompt: str = DEFAULT_PROMPT, dry: bool = False) -> int:
@@ -113,9 +119,11 @@ def plan_job(job: Job, default_prompt: str) -> int:
     outlook = outlook_of(job, checkpoint, draft)
     manifest = manifest_of(job, prompts_of(job, default_prompt))
     requests = Requests(islice(manifest.items(), job.limit), job, checkpoint.revision, set())
-    failed: list[Failed] = []
-    known = waves(requests.without_row(frozenset()), job, checkpoint, failed.append)
-    planned = list(_fitting((r for wave in known for r in wave.requests), outlook, failed))
+    every = [one for batch in found(requests.without_row(frozenset()), job, checkpoint) for one in batch]
+    failed = [one for one in every if isinstance(one, Failed)]
+    planned: list[Planned] = []
+    for one in fitting([one for one in every if isinstance(one, Planned)], outlook.profile, outlook.setting):
+        (failed if isinstance(one, Failed) else planned).append(one)  # type: ignore[arg-type]
     report = dryrun.report(_waves(planned, outlook), failed, outlook)
     print(dryrun.table(report, failed))
     print(json.dumps(report), flush=True)
@@ -124,32 +132,18 @@ def plan_job(job: Job, default_prompt: str) -> int:
 
 def outlook_of(job: Job, checkpoint: Checkpoint, draft: Draft | None) -> dryrun.Outlook:
     """What a plan's times are made from. Raises UsageError for a profile that is none, or is of something else."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    profile = profile_for(job.profile, checkpoint, job.dtype, device)
+    here = device_at_hand("cuda" if torch.cuda.is_available() else "cpu")
+    profile = profile_for(job.profile, checkpoint, job.dtype, here)
     return dryrun.Outlook(profile, setting_of(job, draft), job.price_per_hour)
-
-
-def _fitting(requests: Iterable[Planned], outlook: dryrun.Outlook, failed: list[Failed]) -> Iterator[Planned]:
-    """Those for which the device is large enough; the others are failures, unless there are no other."""
-    small: list[Failed] = []
-    fitting = False
-    for request in requests:
-        if error := misfit(request, outlook.profile, outlook.setting):
-            small.append(Failed(Pending(request.request_id, request.item), error, request.info))
-        else:
-            fitting = True
-            yield request
-    if small and not fitting:
-        raise UsageError(small[-1].error.message)
-    failed += small
 
 
 def _waves(planned: Sequence[Planned], outlook: dryrun.Outlook) -> tuple[Wave, ...]:
     return plan(planned, outlook.profile, History(), max(1, len(planned)), True, outlook.setting)
 
 
-def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT) -> dict[str, Any]:
-    """Answers what has no row yet, and returns the summary that it also writes to the output.
+def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT, **driving: Any) -> dict[str, Any]:
+    """Answers what has no row yet, and returns the summary that it also writes to the output; `driving` are keywords of
+    `pipeline.run.drive`.
 
     Raises:
         UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended early and resumes.
@@ -158,6 +152,8 @@ def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT) -> dict[str, Any]:
     checkpoint = load(job)
     draft = draft_for(job, checkpoint)
     window = window_of(job, checkpoint)
+    setting = outlook_of(job, checkpoint, draft).setting  # what is wrong with a profile is said before anything starts
+    profile_on = partial(profile_for, job.profile, checkpoint, job.dtype)
     manifest = manifest_of(job, prompts_of(job, default_prompt))
     options: dict[str, Any] = {"retry_failed": job.retry_failed, "rows_per_part": job.rows_per_part}
     with (
@@ -167,18 +163,26 @@ def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT) -> dict[str, Any]:
         requests = Requests(islice(manifest.items(), job.limit), job, checkpoint.revision, set())
         recorder = _Recorder(output, rows.Provenance(job, checkpoint.revision, draft), watch)
         before = set(output.done) & output.failed  # error rows that stay
-        pending = watch.pending(requests.without_row(output.done))
-        todo = watch.waves(waves(pending, job, checkpoint, recorder.failed))
+        pending = watch.pending(requests.without_row(frozenset(output.done)))
         decoded = 0
-        if (first := next(todo, None)) is not None:
-            from pipeline.run import drive  # starts Ray's machinery, which a run without work does without
+        with Ahead[list[Found]](lambda put: _each(put, found(pending, job, checkpoint)), MADE) as ahead:
+            pool = Pool(ahead, recorder.failed, watch.handed_out, profile_on, setting)
+            while pool.waiting():
+                watch.reading()
+            if not pool.empty:
+                from pipeline.run import drive  # starts Ray's machinery, which a run without work does without
 
-            decoded = drive(job, draft, chain([first], todo), window, recorder.answered, watch)
+                decoded = drive(job, pool, window, recorder.answered, watch, tick=output.flush_due, **driving)
         output.flush()
         errors = len(before & requests.ids) + recorder.errors
         result = rows.summary(len(requests.ids), errors, output.totals, time.monotonic() - began, decoded)
         output.write_summary(result)
     return result
+
+
+def _each(put: Callable[[list[Found]], None], batches: Iterable[list[Found]]) -> None:
+    for batch in batches:
+        put(batch)
 
 
 class _Recorder:
@@ -190,8 +194,8 @@ class _Recorder:
     def failed(self, failure: Failed) -> None:
         self._add(rows.failed(self.run, failure))
 
-    def answered(self, planned: Planned, frames: Frames | None, result: Result) -> None:
-        self._add(rows.answered(self.run, planned, frames, result))
+    def answered(self, answer: Answer) -> None:
+        self._add(rows.answered(self.run, answer))
 
     def _add(self, row: dict[str, Any]) -> None:
         self.errors += row["status"] == "error"

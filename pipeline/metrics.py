@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from pipeline.progress import Flow, Tally
+    from pipeline.flow import Flow
+    from pipeline.progress import Tally
 
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "std_caption_requests_done": ("requests whose row has a text", ()),
@@ -17,12 +18,14 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "std_caption_tokens_generated": ("tokens in the rows' texts", ()),
     "std_caption_drafts_proposed": ("drafted tokens that were verified", ()),
     "std_caption_drafts_accepted": ("drafted tokens that the full model would have written too", ()),
+    "std_caption_engine_deaths": ("engines that died, hung or ran out of memory, and were replaced", ()),
     "std_caption_rounds": ("rounds of drafting and verification, summed over rows", ()),
     "std_caption_engine_seconds": ("seconds of engines' work on rows that are answered, by phase", ("phase",)),
 }
 GAUGES = {
     "std_caption_frame_bytes_in_flight": "bytes of frames that are decoding or held",
     "std_caption_videos_decoding": "videos whose frames are being decoded",
+    "std_caption_engines": "engines that run",
     "std_caption_requests_seated": "requests in engines, or before them with their frames decoded",
 }
 HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
@@ -63,6 +66,7 @@ class Metrics:
             "tokens_generated": tally.tokens,
             "drafts_proposed": tally.proposed,
             "drafts_accepted": tally.accepted,
+            "engine_deaths": flow.deaths,
             "rounds": tally.rounds,
         }
         for name, value in sums.items():
@@ -71,7 +75,7 @@ class Metrics:
             self._raise("std_caption_requests_failed", count, code=code)
         for phase, seconds in tally.seconds.items():
             self._raise("std_caption_engine_seconds", seconds, phase=phase)
-        for name, value in zip(GAUGES, (flow.nbytes, flow.decoding, flow.seated), strict=True):
+        for name, value in zip(GAUGES, (flow.nbytes, flow.decoding, flow.engines, flow.seated), strict=True):
             self._gauges[name].set(value)
 
     def row(self, row: Mapping[str, Any]) -> None:

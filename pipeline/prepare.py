@@ -1,5 +1,5 @@
-"""From an input to waves, on one machine and from headers alone: which requests have no row yet, what their videos are,
-and which are handed to an engine together. No frame is decoded, and Ray is not needed."""
+"""From an input to planned requests, on one machine and from headers alone: which have no row yet, what their videos
+are. No frame is decoded, and Ray is not needed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from pipeline.identity import request_id
 from pipeline.manifest import Manifest, open_manifest
 from pipeline.probe import probe
 from pipeline.sampling import plan_frames
-from pipeline.schedule import cut
-from pipeline.types import Item, Planned, RequestError, UsageError, VideoInfo, Wave
+from pipeline.types import Item, Planned, RequestError, UsageError, VideoInfo
 from pipeline.windows import Window, windows
 from std_core.checkpoint import Checkpoint
 
-POOL = 50_000  # requests that are planned at once
+FIRST, MOST = 64, 1024  # requests that are looked at together
 LOOKS = 16  # videos whose headers are read at the same time
 
 _Version = tuple[int | None, str | None]
@@ -49,6 +48,9 @@ class Failed:
     info: VideoInfo | None = None
 
 
+Found = Planned | Failed
+
+
 @dataclass
 class Requests:
     """The input's requests, one pass, in its order.
@@ -63,8 +65,7 @@ class Requests:
     ids: set[bytes]
 
     def without_row(self, done: Set[bytes]) -> Iterator[Pending]:
-        """Those that are not in `done`."""
-        done = set(done)  # as it was when the run began
+        """Those that are not in `done`, which must not change meanwhile."""
         for batch in _batches(self.items, 1024):
             versions = together(_version, {item.video_uri for item in batch})
             for pending in self._pending(batch, versions):
@@ -128,21 +129,15 @@ def manifest_of(job: Job, prompts: Sequence[str]) -> Manifest:
     return open_manifest(job.input, prompts, job.video_column or None, job.question_column or None)
 
 
-def waves(
-    pending: Iterable[Pending], job: Job, checkpoint: Checkpoint, fail: Callable[[Failed], None]
-) -> Iterator[Wave]:
-    """Waves of the requests that can be answered, pool by pool; `fail` gets each of the others once."""
-    for pool in _batches(pending, POOL):
-        planned = []
-        for found in look(pool, job, checkpoint):
-            if isinstance(found, Failed):
-                fail(found)
-            else:
-                planned.append(found)
-        yield from (Wave(tuple(r), job.max_num_seqs) for r in cut(planned, lambda _: job.max_num_seqs))
+def found(pending: Iterable[Pending], job: Job, checkpoint: Checkpoint) -> Iterator[list[Found]]:
+    """All requests, planned or failed, in batches: small ones at first, so that engines begin early."""
+    rest, size = iter(pending), FIRST
+    while batch := list(islice(rest, size)):
+        size = min(MOST, 2 * size)
+        yield list(look(batch, job, checkpoint))
 
 
-def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint) -> Iterator[Planned | Failed]:
+def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint) -> Iterator[Found]:
     """Reads the headers of the videos, each once, and plans every request."""
     infos = together(_probe, {p.item.video_uri for p in pool if p.item.video_uri and p.info is None})
     for pending in pool:

@@ -8,7 +8,7 @@ from pipeline import storage
 from pipeline.types import RequestError, UsageError
 from std_core.account import Account
 from std_core.checkpoint import Checkpoint
-from std_core.devices import device_at_hand, unmeasured, whole_account
+from std_core.devices import unmeasured, whole_account
 from std_core.profile import Device, Profile, from_json, to_json
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0}
@@ -52,17 +52,15 @@ def account_of(checkpoint: Checkpoint, dtype: str) -> Account:
     return whole_account(checkpoint.config, BYTES[dtype], BYTES[dtype])
 
 
-def profile_for(uri: str, checkpoint: Checkpoint, dtype: str, device: str) -> Profile:
+def profile_for(uri: str, checkpoint: Checkpoint, dtype: str, at_hand: Device) -> Profile:
     """What was measured, or without a profile what is published of the device at hand.
 
     Args:
         uri: empty where none was given.
-        device: `cpu` or a CUDA device.
 
     Raises:
         UsageError: the profile cannot be read, or is of another version, model, precision or device.
     """
-    at_hand = device_at_hand(device)
     if not uri:
         return unmeasured(at_hand, account_of(checkpoint, dtype), checkpoint.revision, dtype)
     profile = read_profile(uri)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from pipeline.flow import Flow
 from pipeline.metrics import Instruments, Metrics
 from pipeline.report_runs import RunLog
 from pipeline.types import RequestError, Wave
@@ -24,16 +25,6 @@ SAVE = 60.0  # s between two saves of the run's record, for runs that are killed
 PHASES = ("vision", "prefill", "decode")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Where the requests are that have no row yet; filled by the driver."""
-
-    decoding: int = 0  # videos
-    seated: int = 0  # requests whose frames are decoded: in the engine or before it
-    nbytes: int = 0  # of frames that are decoding or held
-    ready: bool = True  # whether an engine has taken anything yet
 
 
 @dataclass
@@ -97,18 +88,19 @@ class Watch:
         self._told = self._saved = self._seconds()
 
     def pending(self, requests: Iterable[T]) -> Iterator[T]:
-        """The same, counted as they pass."""
+        """The same, counted as they pass, in whichever thread."""
         for request in requests:
             self._known += 1
-            self._tell("reading the input")
             yield request
         self._closed = True
 
-    def waves(self, waves: Iterable[Wave]) -> Iterator[Wave]:
-        """The same, noted as they are handed out."""
-        for wave in waves:
-            self._log.handed_out(wave, self._seconds())
-            yield wave
+    def reading(self) -> None:
+        """To be called while there is nothing yet that could run."""
+        self._tell("reading the input")
+
+    def handed_out(self, wave: Wave) -> None:
+        """Takes note of a wave whose turn has come."""
+        self._log.handed_out(wave, self._seconds())
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Takes note of a request's row."""
@@ -226,8 +218,14 @@ class Screen:
 
 
 def _places(flow: Flow) -> str:
-    engine = "in the engine" if flow.ready else "waiting for the engine to start"
-    places = [(flow.decoding, "videos decoding"), (flow.seated, f"requests {engine}")]
+    started = flow.engines > 0
+    places = [
+        (flow.decoding, "videos decoding"),
+        (flow.waiting, "requests decoded" if started else "requests waiting for an engine to start"),
+        (flow.held, "requests in the engine" if flow.engines < 2 else f"requests in {flow.engines} engines"),
+        (flow.suspects, "requests to run again, whose engine died"),
+        (flow.deaths, "engines replaced"),
+    ]
     where = ", ".join(f"{count} {what}" for count, what in places if count) or "nothing left"
     return f"{where}; {flow.nbytes / 1e6:.0f} MB of frames"
 

@@ -14,7 +14,8 @@ from pipeline import storage
 from pipeline.types import Wave
 
 if TYPE_CHECKING:
-    from pipeline.progress import Flow, Tally
+    from pipeline.flow import Flow
+    from pipeline.progress import Tally
 
 FORMAT, FOLDER = 1, "_runs"
 SAMPLES, WAVES = 256, 512  # kept at most

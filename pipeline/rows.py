@@ -9,7 +9,7 @@ from typing import Any
 from pipeline import storage
 from pipeline.config import Job
 from pipeline.prepare import Failed
-from pipeline.types import Frames, Item, Planned, RequestError, VideoInfo
+from pipeline.types import Answer, Frames, Item, RequestError, VideoInfo
 from std_core.types import Draft, Result
 
 STATUS = {"stop": "success", "length": "truncated", "error": "error"}
@@ -26,7 +26,7 @@ class Provenance:
     @property
     def columns(self) -> dict[str, Any]:
         model = {"model": self.job.model, "model_revision": self.revision}
-        return {**model, "draft": draft_name(self.job, self.draft), "attempts": 1}
+        return {**model, "draft": draft_name(self.job, self.draft)}
 
 
 def about(job: Job, draft: Draft | None) -> dict[str, Any]:
@@ -37,13 +37,18 @@ def about(job: Job, draft: Draft | None) -> dict[str, Any]:
 
 def draft_name(job: Job, draft: Draft | None) -> str:
     """As rows have it."""
-    return "dense" if draft is None else "std" if job.draft == "auto" else job.draft
+    if draft is None:
+        return "dense"
+    chosen = draft.policy if draft.weights == "full" else f"{draft.policy}_{draft.weights}"
+    return chosen if job.draft == "auto" else job.draft
 
 
-def answered(run: Provenance, planned: Planned, frames: Frames | None, result: Result) -> dict[str, Any]:
+def answered(run: Provenance, answer: Answer) -> dict[str, Any]:
     """The row of a request that reached the decoder."""
+    planned, result = answer.request, answer.result
     row = run.columns | _asked(run.job, planned.request_id, planned.item, planned.info, planned.window)
-    row |= {"planned_visual_tokens": planned.plan.tokens, **_seen(frames)}
+    row |= {"draft": draft_name(run.job, answer.draft), "attempts": answer.attempts}
+    row |= {"planned_visual_tokens": planned.plan.tokens, **_seen(answer.frames)}
     if result.error is not None:
         return row | _error(result.error)
     return row | _written(result)
@@ -52,11 +57,8 @@ def answered(run: Provenance, planned: Planned, frames: Frames | None, result: R
 def failed(run: Provenance, failure: Failed) -> dict[str, Any]:
     """The row of a request that was given up before its frames were decoded."""
     pending = failure.pending
-    return (
-        run.columns
-        | _asked(run.job, pending.request_id, pending.item, failure.info, pending.window)
-        | _error(failure.error)
-    )
+    asked = _asked(run.job, pending.request_id, pending.item, failure.info, pending.window)
+    return run.columns | {"attempts": 1} | asked | _error(failure.error)
 
 
 def _asked(

@@ -1,223 +1,82 @@
-"""The driver of one engine: videos are decoded a little ahead of it, requests fed as their frames arrive, results
-handed on as rows finish. Everything here is in one thread, so that every request is handed on exactly once."""
+"""Runs a job's waves: the cluster, the engines' share of it, signals. What happens in between is in `fleet.py`."""
 
 from __future__ import annotations
 
 import os
 import signal
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 import ray.util.metrics
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from pipeline.actors import Group, decode_video
+from pipeline import frames
+from pipeline.actors import Decode, Load, RayHands, device_of
 from pipeline.config import ROOT, Job
-from pipeline.progress import Flow, Watch
-from pipeline.types import FramePlan, Frames, Planned, RequestError, RunError, Wave
-from pipeline.windows import part, spans
-from std_core.types import Draft, Request, Result
+from pipeline.fleet import Emit, Fleet
+from pipeline.flow import Flow, Lane
+from pipeline.hands import Waves
+from pipeline.intake import Intake
+from pipeline.types import RunError
+from std_core.engine import Engine
 
-AHEAD = 2  # × max_num_seqs requests decoded or decoding before an engine's slots
-RESUMES = "what is finished is written, and the same command resumes"
-
-Emit = Callable[[Planned, Frames | None, Result], None]
+STARTS = 3  # tries to start Ray on this machine
 
 
-def drive(job: Job, draft: Draft | None, waves: Iterable[Wave], max_model_len: int, emit: Emit, watch: Watch) -> int:
-    """Runs the waves in their order through one engine.
+class Watcher(Protocol):
+    """Who is told how a run goes, as `pipeline.progress.Watch` is."""
+
+    def attach(self, instruments: Any, **where: Any) -> None:
+        """Once there are engines: metrics, and figures of the run."""
+
+    def look(self, flow: Flow) -> None:
+        """At every turn of the driver."""
+
+
+def drive(
+    job: Job,
+    waves: Waves,
+    max_model_len: int,
+    emit: Emit,
+    watch: Watcher,
+    *,
+    tick: Callable[[], None] = lambda: None,
+    load: Load = Engine.load,
+    decode: Decode = frames.decode,
+) -> int:
+    """Runs the waves in their order.
 
     Args:
         max_model_len: context and text of a request together, in tokens.
-        emit: gets every request once, with its frames' facts (None where they failed) and its result.
-        watch: is told where the rest is.
+        emit: gets every request once.
+        tick: called often, between two calls of `emit`.
+        load, decode: what stands for the engine and the decoder where the driver itself is looked at.
 
     Returns:
         How many videos were decoded.
 
     Raises:
-        RunError: the engine died, the cluster is too small, or SIGINT or SIGTERM arrived.
+        RunError: engines cannot start, nothing moves, the cluster is too small, or SIGINT or SIGTERM arrived.
+        UsageError: the waves are planned for another device, or none of their requests fits the one there is.
     """
     with cluster(job), _signals() as stopped:
-        options, settings = _share(job)
-        for name in ("dtype", "max_num_seqs", "strict", "pipeline_parallel_size", "tensor_parallel_size"):
+        count, options, settings = engine_share(job)
+        for name in ("dtype", "strict", "pipeline_parallel_size", "tensor_parallel_size"):
             settings[name] = getattr(job, name)
-        watch.attach(ray.util.metrics, engines=1, device=settings["device"], max_bytes_in_flight=_bound(job))
-        engine = Group.start(job.model, settings, options)
-        line = _Line(job, max_model_len, emit, engine, *engine.run(draft, job.mode), _videos(waves))
+        waves.begin(device_of(settings["device"]), count)
+        bound = job.max_bytes_in_flight or int(ray.cluster_resources()["object_store_memory"] / 4)
+        watch.attach(ray.util.metrics, engines=count, device=settings["device"], max_bytes_in_flight=bound)
+        hands = RayHands(load, decode, job, options, settings)
+        lanes = [Lane(number, job.max_num_seqs) for number in range(count)]
+        intake = Intake(hands, waves, lanes, bound)
+        fleet = Fleet(job, waves, max_model_len, emit, tick, watch.look, hands, lanes, intake)
         try:
-            while not line.finished:
-                line.admit()
-                line.step()
-                watch.look(line.flow)
-                if stopped:
-                    raise RunError(f"stopped by {signal.Signals(stopped[0]).name}; {RESUMES}")
+            fleet.run(stopped)
         finally:
-            engine.kill()
-        return line.decoded
-
-
-@dataclass
-class _Video:
-    """Requests whose frames are decoded in one pass, from the plan until the last of them is answered."""
-
-    requests: list[Planned]
-    plan: FramePlan  # of the pass
-    left: int
-    nbytes: int  # of its frames as planned
-    pixels: Any = None  # reference to them, until they are fed
-    frames: dict[str, Frames] = field(default_factory=dict)  # footage → what is known of its frames, without pixels
-
-
-def _videos(waves: Iterable[Wave]) -> Iterator[_Video]:
-    for wave in waves:
-        for span in spans(wave.requests):
-            yield _Video(list(span.requests), span.plan, len(span.requests), span.nbytes)
-
-
-@dataclass
-class _Line:
-    """What is under way: `waiting` → `decoding` → `feeding` → `seated`."""
-
-    job: Job
-    max_model_len: int
-    emit: Emit
-    engine: Group
-    results: Any  # the engine's stream
-    following: list[Any]  # references of its other ranks
-    planned: Iterator[_Video]
-    waiting: _Video | None = None  # the next of them
-    decoding: dict[Any, _Video] = field(default_factory=dict)
-    feeding: set[Any] = field(default_factory=set)
-    seated: dict[str, tuple[Planned, _Video]] = field(default_factory=dict)
-    nbytes: int = 0  # of frames that are decoding or held
-    decoded: int = 0
-    fed: int = 0  # videos that the engine has taken
-    ended: bool = False
-    finished: bool = False
-
-    def admit(self) -> None:
-        """Starts decoding what fits in memory and is near enough to its turn; tells the engine when nothing is left."""
-        while (video := self._next()) and self._fits(video):
-            self.waiting, first = None, video.requests[0]
-            task: Any = decode_video.remote(first.info, video.plan, self.job.decode_timeout)
-            known, video.pixels = task
-            self.decoding[known] = video
-            self.nbytes += video.nbytes
-        if not (video or self.decoding or self.feeding or self.ended):
-            self.engine.end()
-            self.ended = True
-
-    def _next(self) -> _Video | None:
-        """Looks at the next video without taking it."""
-        self.waiting = self.waiting or next(self.planned, None)
-        return self.waiting
-
-    def _fits(self, video: _Video) -> bool:
-        ahead = len(self.seated) + sum(len(v.requests) for v in self.decoding.values())
-        if not ahead:
-            return True  # a video beyond the bounds goes alone
-        return ahead < (AHEAD + 1) * self.job.max_num_seqs and self.nbytes + video.nbytes <= _bound(self.job)
-
-    def step(self) -> None:
-        """Waits, a second at most, for whatever comes first, and takes it."""
-        ready, _ = ray.wait(
-            [self.results, *self.following, *self.decoding, *self.feeding], timeout=1, fetch_local=False
-        )
-        for reference in ready:
-            if reference in self.decoding:
-                self._take_frames(reference)
-            elif reference in self.feeding:
-                self.feeding.remove(reference)
-                _from_engine(reference)
-                self.fed += 1
-            elif reference in self.following:
-                self.following.remove(reference)
-                _from_engine(reference)
-            else:
-                self._take_result()
-
-    def _take_frames(self, reference: Any) -> None:
-        video = self.decoding.pop(reference)
-        frames = _decoded(reference)
-        self.decoded += 1
-        for request in video.requests:
-            self.seated[request.request_id] = (request, video)
-        requests, numbers = [], []
-        for request in video.requests:
-            own, picks = (frames, ()) if isinstance(frames, RequestError) else part(frames, video.plan, request.plan)
-            if isinstance(own, RequestError):
-                self._answer(Result(request.request_id, [], "", "error", error=own))
-                continue
-            video.frames[request.footage] = own
-            requests.append(self._request(request, own))
-            numbers.append(picks)
-        if requests:
-            self.feeding.add(self.engine.feed(requests, video.pixels, numbers))
-        video.pixels = None  # from here on the engine holds them
-
-    def _request(self, planned: Planned, frames: Frames) -> Request:
-        room = self.max_model_len - planned.context
-        sampling = replace(self.job.sampling, max_tokens=min(self.job.max_tokens, room))
-        prompt, footage = planned.item.prompt, planned.footage
-        return Request(planned.request_id, prompt, None, footage, frames.fps, sampling, times=frames.pts)
-
-    def _take_result(self) -> None:
-        try:
-            reference = next(self.results)
-        except StopIteration:
-            self.finished = True
-            if self.seated:
-                raise RunError(f"the engine left {len(self.seated)} requests unanswered; {RESUMES}") from None
-            return
-        self._answer(_from_engine(reference))
-
-    def _answer(self, result: Result) -> None:
-        request, video = self.seated.pop(result.request_id)
-        video.left -= 1
-        if not video.left:
-            self.nbytes -= video.nbytes
-        self.emit(request, video.frames.get(request.footage), result)
-
-    @property
-    def flow(self) -> Flow:
-        """Where the requests are that have no row yet."""
-        return Flow(len(self.decoding), len(self.seated), self.nbytes, ready=self.fed > 0 or not self.feeding)
-
-
-def _bound(job: Job) -> float:
-    """Bytes of frames held at once, at most."""
-    return job.max_bytes_in_flight or ray.cluster_resources()["object_store_memory"] / 4
-
-
-def _decoded(reference: Any) -> Frames | RequestError:
-    """A decode task's facts; a task that died or failed in an unforeseen way is a failure of its video."""
-    try:
-        return ray.get(reference)
-    except RayTaskError as error:
-        return RequestError("decode_error", f"decoding failed: {_last_line(error)}")
-    except RayError as error:
-        return RequestError("decode_crashed", f"the decoding process died: {str(error).splitlines()[0]}")
-
-
-def _from_engine(reference: Any) -> Any:
-    try:
-        return ray.get(reference)
-    except RayActorError as error:
-        started = "creation task" not in str(error)
-        why = "its process died, killed or out of memory" if started else f"it could not start: {_last_line(error)}"
-        raise RunError(f"the engine is gone: {why}; {RESUMES}") from error
-    except RayTaskError as error:
-        raise RunError(f"the engine failed: {_last_line(error)}; {RESUMES}") from error
-
-
-def _last_line(error: Exception) -> str:
-    """Of a remote traceback: what was raised."""
-    return str(error).strip().splitlines()[-1]
+            fleet.close()
+        return intake.decoded
 
 
 # -------------------------------------------------------------------------------------------------------- the cluster
@@ -230,10 +89,15 @@ def cluster(job: Job) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    try:
-        _start(job)
-    except Exception as error:  # Ray raises bare ones
-        raise RunError(f"Ray did not start: {str(error).strip().splitlines()[0]}") from error
+    for tries in range(STARTS):
+        try:
+            _start(job)
+            break
+        except Exception as error:  # Ray raises bare ones
+            ray.shutdown()
+            why = str(error).strip().splitlines()[0]
+            if tries + 1 == STARTS or "timed out" not in why:  # a machine may just be busy
+                raise RunError(f"Ray did not start: {why}") from error
     try:
         yield
     finally:
@@ -257,24 +121,37 @@ def _start(job: Job) -> None:
     ray.init(address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=store, **quiet)
 
 
-def _share(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Ray's options and the engine's settings, of each of its ranks: its GPUs if there are any, else an equal part of
-    all cores of a machine but those that decode, since threads of an engine that share cores with a decoder slow each
-    other down tenfold."""
+def engine_share(job: Job) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """How many engines; of each of an engine's ranks Ray's options and the engine's settings: its GPUs if there are
+    any, else an equal part of a machine's cores but those that decode, since threads of an engine that share cores with
+    a decoder slow each other down tenfold."""
     resources = ray.cluster_resources()
-    if resources.get("CPU", 0) < 2:
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cpus = resources.get("CPU", 0)
+    if cpus < 2:
         raise RunError("the cluster has fewer than 2 CPUs; an engine and a decoder need one each")
     if resources.get("GPU", 0) >= 1:
-        most = max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
-        for name in ("pipeline_parallel_size", "tensor_parallel_size"):
-            if most < (gpus := getattr(job, name)):
-                flag = "--" + name.replace("_", "-")
-                raise RunError(f"{flag} is {gpus}: no machine of the cluster has more than {most:g} GPUs")
-        return {"num_gpus": job.pipeline_parallel_size, "num_cpus": 1}, {"device": "cuda"}
-    cores = int(max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
-    threads = max(1, cores - max(1, cores // 4))
-    ranks = job.tensor_parallel_size
-    return {"num_cpus": threads / ranks}, {"device": "cpu", "threads": max(1, threads // ranks)}
+        return _share_of_gpus(job, machines, cpus)
+    count, ranks = job.concurrency or 1, job.tensor_parallel_size
+    cores = int(max(machine.get("CPU", 0) for machine in machines))
+    each = (cores - max(1, cores // 4)) / -(-count // len(machines)) / ranks
+    options = {"num_cpus": int(each) if each >= 1 else round(each, 4)}
+    return count, options, {"device": "cpu", "threads": max(1, int(each))}
+
+
+def _share_of_gpus(
+    job: Job, machines: list[dict[str, float]], cpus: float
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    most = max(machine.get("GPU", 0) for machine in machines)
+    for name in ("pipeline_parallel_size", "tensor_parallel_size"):
+        if most < (gpus := getattr(job, name)):
+            flag = "--" + name.replace("_", "-")
+            raise RunError(f"{flag} is {gpus}: no machine of the cluster has more than {most:g} GPUs")
+    ranks, of_rank = job.tensor_parallel_size, job.pipeline_parallel_size
+    count = job.concurrency or int(sum(machine.get("GPU", 0) // (ranks * of_rank) for machine in machines))
+    if cpus < count * ranks + 1:
+        raise RunError(f"{count} engines and a decoder need {count * ranks + 1} CPUs; the cluster has {cpus:g}")
+    return count, {"num_gpus": of_rank, "num_cpus": 1}, {"device": "cuda"}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from glob import escape, iglob
@@ -95,9 +95,16 @@ def _remote(uri: str) -> tuple[Any, str]:
     key = (os.getpid(), protocol, os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
     known = _threads.__dict__.setdefault("filesystems", {})
     if key not in known:
-        options = {"max_concurrency": 1} if protocol == "s3" else {}  # else a whole read asks for the size first
+        options = _s3_options() if protocol == "s3" else {}
         known[key] = fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
     return known[key], path if protocol == "s3" else uri
+
+
+def _s3_options() -> dict[str, Any]:
+    """Throttling, 5xx, resets and silence are tried again, after up to 1, 2, 4, ... 20 s."""
+    tries = int(os.environ.get("AWS_MAX_ATTEMPTS", 7))
+    patience = {"retries": {"mode": "standard", "max_attempts": tries}, "connect_timeout": 10, "read_timeout": 30}
+    return {"max_concurrency": 1, "config_kwargs": patience}  # with more, a whole read asks for the size first
 
 
 def _keys(folder: str, prefix: str = "", delimiter: str = "") -> Iterator[tuple[str, int]]:
@@ -371,14 +378,19 @@ def _create(uri: str, data: bytes) -> bool:
 
 
 def _draft(path: str, data: bytes) -> str:
-    """Data under a dot-name beside its place, on the disk for good."""
+    """Data under a dot-name beside its place, on the disk for good; nothing where the disk refuses it."""
     folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)
     draft = os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
-    with open(draft, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(draft, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
     return draft
 
 

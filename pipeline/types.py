@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from std_core.types import Draft, RequestError
+from std_core.types import Draft, RequestError, Result
 
 __all__ = [
     "ERROR_CODES",
@@ -203,6 +203,14 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Setup:
+    """How an engine decodes: what drafts (None decodes densely), in how many slots."""
+
+    draft: Draft | None
+    max_num_seqs: int
+
+
+@dataclass(frozen=True)
 class Wave:
     """What an engine is handed: requests of like context length, in the order in which they enter its slots.
 
@@ -216,3 +224,19 @@ class Wave:
     max_num_seqs: int
     draft: Draft | None = None
     why: tuple[Candidate, ...] = ()
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(self.draft, self.max_num_seqs)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a row is made of. `frames` is None where they failed; `attempts` counts the engines that the request was
+    handed to or, where there was none, the tries to decode it; `draft` is the last engine's."""
+
+    request: Planned
+    frames: Frames | None
+    result: Result
+    attempts: int
+    draft: Draft | None

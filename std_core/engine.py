@@ -93,6 +93,11 @@ class Engine:
         model = Model.load(checkpoint, getattr(torch, dtype), *devices, ranks=ranks)
         return cls(model, checkpoint, **settings)  # type: ignore[arg-type]
 
+    def resize(self, max_num_seqs: int) -> None:
+        """So many slots from the next run on. Where that is another number, what was kept of videos is forgotten."""
+        if max_num_seqs != self.max_num_seqs:
+            self.max_num_seqs, self.prefixes = max_num_seqs, None
+
     @torch.inference_mode()
     def run(
         self,

@@ -20,6 +20,7 @@ if not torch.cuda.is_available():  # read when Triton is first imported, which t
 
 import reference
 import tiny_models
+from pipeline.config import ROOT, Job
 
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -87,3 +88,19 @@ def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> S3:
 def folder(request: pytest.FixtureRequest, tmp_path: object) -> str:
     """An empty folder, once on a local disk and once in a bucket."""
     return str(tmp_path) if request.param == "local" else request.getfixturevalue("s3").bucket
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(s3_endpoint: str) -> Iterator[None]:
+    """Ray on this machine, one for all tests; its workers reach the tests' S3 server."""
+    from pipeline.run import cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        before = os.environ.get("PYTHONPATH", "")  # which is put back afterwards
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT / "jobs"), before))))
+        with cluster(Job()):
+            yield

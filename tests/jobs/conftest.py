@@ -1,15 +1,12 @@
-"""Real clips, and one Ray cluster for all tests of jobs."""
+"""Real clips."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import demo_world as world
-from pipeline.config import Job
 
 
 @pytest.fixture(scope="session")
@@ -26,18 +23,3 @@ def archive(tmp_path: Path, clips: list[bytes]) -> Path:
     for number, clip in enumerate(clips):
         (folder / f"good-{number}.mp4").write_bytes(clip)
     return folder
-
-
-@pytest.fixture(scope="session")
-def ray_cluster(s3_endpoint: str) -> Iterator[None]:
-    """Ray on this machine; its workers reach the tests' S3 server."""
-    from pipeline.run import cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # put back afterwards
-        with cluster(Job()):
-            yield

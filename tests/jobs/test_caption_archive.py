@@ -136,25 +136,26 @@ def test_from_a_bucket_into_a_bucket(run: Any, s3: Any, clips: list[bytes]) -> N
     assert run(f"{s3.bucket}/in", f"{s3.bucket}/out")["new"] == 0
 
 
-def test_an_engine_that_dies_ends_the_run_and_a_rerun_resumes(
+def test_engines_that_are_killed_are_replaced_and_change_no_text(
     run: Any, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered = job_module._Recorder.answered
+    words = ("--max-num-seqs", "1", "--max-tokens=48")
+    run(archive, tmp_path / "quiet", *words)
+    answered, rows = job_module._Recorder.answered, []
 
-    def kill_after_first(self: Any, *row: Any) -> None:
+    def kill_now_and_then(self: Any, *row: Any) -> None:
         answered(self, *row)
-        for process in engines():
-            os.kill(process, signal.SIGKILL)
+        rows.append(row)
+        if len(rows) in (1, 3):
+            for process in engines():
+                os.kill(process, signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(job_module._Recorder, "answered", kill_after_first)
-        with pytest.raises(RunError, match=r"the engine is gone.*resumes") as caught:
-            run(archive, tmp_path / "out", "--max-num-seqs", "1", "--max-tokens=64")
-    assert "\n" not in str(caught.value)
-    begun = len(rows_of(tmp_path / "out"))
-    assert 1 <= begun < 6
-    again = run(archive, tmp_path / "out", "--max-tokens=64")
-    assert (again["requests"], again["new"], again["errors"]) == (6, 6 - begun, 0)
+        patch.setattr(job_module._Recorder, "answered", kill_now_and_then)
+        summary = run(archive, tmp_path / "out", *words)
+    assert (summary["requests"], summary["new"], summary["errors"]) == (6, 6, 0)
+    assert texts_of(tmp_path / "out") == texts_of(tmp_path / "quiet")
+    assert max(row["attempts"] for row in rows_of(tmp_path / "out").values()) >= 2
 
 
 def engines() -> list[int]:

@@ -111,8 +111,9 @@ def test_counters_follow_sums_from_before_they_were_made() -> None:
     tally.done, tally.tokens = 1, 30
     tally.failed["not_found"] += 1
     tally.seconds["decode"] += 0.5
-    metrics.publish(tally, Flow(decoding=3), written=4)
-    metrics.publish(tally, Flow(decoding=3), written=4)
+    metrics.publish(tally, Flow(decoding=3, deaths=1), written=4)
+    metrics.publish(tally, Flow(decoding=3, deaths=1), written=4)
+    assert made["engine_deaths"].values == {(): 1}
     assert made["requests_failed"].values == {("not_found",): 3}
     assert made["engine_seconds"].values == {("decode",): 0.5}
     assert (made["requests_done"].values, made["rows_written"].values) == ({(): 1}, {(): 4})

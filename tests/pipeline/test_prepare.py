@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import demo_model
 import demo_world as world
 from pipeline.config import Job
 from pipeline.job import main
-from pipeline.prepare import Failed, Pending, Requests, look, waves, window_of
+from pipeline.prepare import FIRST, MOST, Failed, Pending, Requests, found, look, window_of
 from pipeline.types import FrameOptions, Item, Planned, UsageError
 from std_core.checkpoint import Checkpoint
 
@@ -77,11 +78,10 @@ def test_a_context_is_the_prompt_and_the_visual_tokens(clip: str, checkpoint: Ch
 
 def test_every_request_is_planned_or_fails(clip: str, checkpoint: Checkpoint) -> None:
     items = [Item(clip, "a"), Item("", "a"), Item(clip, ""), Item("/nowhere.mp4", "a"), Item(clip, "b")]
-    failed: list[Failed] = []
     pool = [Pending(str(i), item) for i, item in enumerate(items)]
-    planned = [r for wave in waves(pool, Job(), checkpoint, failed.append) for r in wave.requests]
-    assert {r.request_id for r in planned} == {"0", "4"}
-    assert {f.pending.request_id: f.error.code for f in failed} == {
+    [batch] = found(pool, Job(), checkpoint)
+    assert [one.request_id for one in batch if isinstance(one, Planned)] == ["0", "4"]
+    assert {one.pending.request_id: one.error.code for one in batch if isinstance(one, Failed)} == {
         "1": "invalid_request",
         "2": "invalid_request",
         "3": "not_found",
@@ -105,3 +105,34 @@ def test_a_texts_draft_is_part_of_its_identity_only_where_it_makes_the_text(tmp_
     assert sparse != ids() and sparse == ids(mode="sparse", gamma=2)
     assert sparse != ids(mode="sparse", keep=0.5)
     assert sparse != ids(mode="sparse", draft="teal")
+
+
+def test_few_headers_are_read_before_the_first_requests_are_known_and_never_very_many(
+    clip: str, checkpoint: Checkpoint
+) -> None:
+    taken = 0
+
+    def pending() -> Iterator[Pending]:
+        nonlocal taken
+        for taken in range(1, 3001):
+            yield Pending(str(taken), Item(clip, "a"))
+
+    batches = found(pending(), Job(), checkpoint)
+    sizes = [len(next(batches))]
+    assert taken == sizes[0] == FIRST
+    sizes += [len(batch) for batch in batches]
+    assert sum(sizes) == 3000 and max(sizes) <= MOST
+
+
+def test_a_request_that_was_seen_costs_little(tmp_path: Path) -> None:
+    """A driver remembers 16 bytes of each of a million requests, whatever Python makes of them."""
+    count = 4000
+    items = (Item(str(tmp_path / "none.mp4"), f"question {i}") for i in range(count))
+    requests = Requests(items, Job(), "r", set())
+    tracemalloc.start()
+    for _ in requests.without_row(frozenset()):
+        pass
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(requests.ids) == count
+    assert kept / count < 180

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.progress import Flow, Tally, Watch, duration, number
+from pipeline.flow import Flow
+from pipeline.progress import Tally, Watch, duration, number
 from pipeline.report_runs import SAMPLES, WAVES, RunLog, runs
 from pipeline.types import FramePlan, Item, Planned, RequestError, RunError, VideoInfo, Wave
 
@@ -70,17 +71,18 @@ def test_lines_in_a_log_say_what_is_done_and_how_long_the_rest_takes(
 ) -> None:
     assert list(watch.pending("abcdefgh")) == list("abcdefgh")
     clock.now += 5
-    watch.look(Flow(decoding=2, seated=3, nbytes=7_000_000, ready=False))
+    watch.look(Flow(decoding=2, waiting=3, engines=0, starting=1, nbytes=7_000_000))
     watch.row(failed("a", "not_a_video"))
     watch.row(row("b"))
     clock.now += 1
     watch.look(Flow())  # too early for another line
     clock.now += 4
-    watch.look(Flow(decoding=2, seated=3, nbytes=7_000_000))
+    watch.look(Flow(decoding=2, held=3, suspects=1, deaths=1, nbytes=7_000_000))
     assert log.getvalue().splitlines() == [
-        "[5 s] 0 answered of 8; 2 videos decoding, 3 requests waiting for the engine to start; 7 MB of frames",
+        "[5 s] 0 answered of 8; 2 videos decoding, 3 requests waiting for an engine to start; 7 MB of frames",
         "[10 s] 2 answered (1 failed) of 8; 6 tokens/s; 2.00 accepted per round; about 15 s left; "
-        "2 videos decoding, 3 requests in the engine; 7 MB of frames",
+        "2 videos decoding, 3 requests in the engine, 1 requests to run again, whose engine died, 1 engines replaced; "
+        "7 MB of frames",
     ]
 
 
@@ -98,7 +100,8 @@ def test_no_time_is_promised_while_more_requests_may_come(watch: Watch, clock: C
 def test_a_long_reading_of_the_input_is_told(watch: Watch, clock: Clock, log: io.StringIO) -> None:
     for _ in watch.pending("abc"):
         clock.now += 3
-    assert log.getvalue().splitlines() == ["[6 s] reading the input: 3 requests"]
+        watch.reading()
+    assert log.getvalue().splitlines() == ["[6 s] reading the input: 2 requests"]
 
 
 def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
@@ -109,7 +112,7 @@ def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
         for name in "ab":
             watch.row(row(name))
             clock.now += 1
-            watch.look(Flow(seated=1))
+            watch.look(Flow(held=1))
     shown = screen.getvalue()
     assert "1 answered of 2" in shown and "2 answered of 2" in shown
     assert "\r" in shown and shown.count("\n") <= 2
@@ -119,11 +122,12 @@ def test_a_run_leaves_its_record_however_it_ends(tmp_path: Path, clock: Clock) -
     def stopped() -> None:
         with Watch(str(tmp_path), {"model": "m"}, lambda: 0, _quiet(), clock) as watch:
             waves = [Wave((planned("a", 50), planned("b", 90)), 8), Wave((planned("c", 40),), 8)]
-            assert list(watch.waves(waves)) == waves
+            for wave in waves:
+                watch.handed_out(wave)
             clock.now += 7
             watch.row(row("b"))
             watch.row(failed("z", "not_found"))
-            watch.look(Flow(1, 2, 300))
+            watch.look(Flow(decoding=1, waiting=2, nbytes=300))
             raise RunError("it ends")
 
     with pytest.raises(RunError):

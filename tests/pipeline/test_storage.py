@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bad_network import MISCHIEF, bad_network
 from pipeline import storage, uris
 from pipeline.types import RequestError
 
@@ -320,3 +322,33 @@ def test_threads_have_filesystems_of_their_own(s3: Any) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(filesystem, range(4)))) == 4
+
+
+def test_a_disk_that_refuses_keeps_what_was_there_and_nothing_half_written(tmp_path: Path) -> None:
+    uri = str(tmp_path / "part")
+    storage.put(uri, b"old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as a full disk: part of it fits
+    try:
+        for write in (storage.put, storage.put_if_absent):
+            with pytest.raises(RequestError, match="part: File too large") as caught:
+                write(uri, bytes(5000))
+            assert caught.value.code == "storage_error"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert storage.list_sizes(str(tmp_path)) == {"part": 3}
+
+
+def test_throttling_and_cut_connections_are_tried_again(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply that got lost makes no difference either: of two writers one is the first."""
+    with bad_network(s3.endpoint, 0.25, 3) as (endpoint, calls):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for number in range(10):
+            uri, data = storage.join(s3.bucket, f"{number}.bin"), os.urandom(3000)
+            assert storage.put_if_absent(uri, data)
+            assert not storage.put_if_absent(uri, b"another's")
+            assert storage.info(uri).size == 3000
+            with storage.open_read(uri) as file:
+                assert file.read() == storage.read_bytes(uri) == data
+        assert len(storage.list_names(s3.bucket)) == 10
+    assert all(calls[kind] for kind in MISCHIEF)

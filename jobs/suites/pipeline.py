@@ -1,0 +1,163 @@
+"""Whether engines are kept busy, and what an archive of any size costs the driver. An engine of a given rate is fed by
+a decoder of `speed` times its demand, once with look-ahead and once without; then a manifest of `manifest` rows is
+read, probed, planned and answered, with stubs that take no time."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import demo_world as world
+from pipeline import flow
+from pipeline.config import Job, parse_flags
+from pipeline.flow import Flow
+from pipeline.job import run_job
+from pipeline.run import cluster, drive, engine_share
+from pipeline.types import Answer, UsageError
+from stubs import Listed, decode_stub, load_stub, planned
+
+LINKS = 20_000  # names per file, at most, in the manifest's archive
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The suite's command line. `seconds` is what a request takes in the engine; `manifest` is a number of rows, each
+    with a video of its own up to `videos` of them."""
+
+    requests: int = 200
+    seconds: float = 0.1
+    speed: float = 1.5
+    manifest: int = 10_000
+    videos: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "seconds", "speed", "manifest", "videos"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"--{name} is {getattr(self, name)}: more than 0 is needed")
+
+
+def run(argv: list[str]) -> dict[str, Any]:
+    """The suite's figures."""
+    flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite pipeline")
+    here = str(Path(__file__).resolve().parent.parent)  # where Ray's processes find the stubs
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    with cluster(Job()):
+        ahead = _measure(flags)
+        with _without_look_ahead():
+            alone = _measure(flags)
+        large = _manifest(flags)
+    return {"engine_busy": ahead.busy, "engine_busy_without_lookahead": alone.busy, **ahead.memory, **large}
+
+
+@dataclass
+class _Measured:
+    """What a drive handed on, and when."""
+
+    began: float = 0.0  # when the first request was begun
+    ended: float = 0.0
+    worked: float = 0.0  # s inside the engine
+    flow: Flow = field(default_factory=Flow)
+
+    def emit(self, answer: Answer) -> None:
+        """One request's result."""
+        result, self.ended = answer.result, time.monotonic()
+        self.began = self.began or self.ended - result.decode_s
+        self.worked += result.vision_s + result.prefill_s + result.decode_s
+
+    def attach(self, instruments: Any, **where: Any) -> None:
+        """What bounds it."""
+        self.bound = where["max_bytes_in_flight"]
+
+    def look(self, flow: Flow) -> None:
+        """What is where."""
+        self.flow = flow
+
+    @property
+    def busy(self) -> float:
+        return round(self.worked / (self.ended - self.began), 4)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        return {"most_bytes_in_flight": self.flow.most_nbytes, "max_bytes_in_flight": self.bound}
+
+
+def _measure(flags: Flags) -> _Measured:
+    """One engine with one slot; frames in flight are bounded to six videos."""
+    requests = [planned(number) for number in range(flags.requests)]
+    size = len(requests[0].plan.times) * requests[0].plan.height * requests[0].plan.width * 3
+    job, seen = Job(max_num_seqs=1, max_bytes_in_flight=6 * size), _Measured()
+    load = partial(load_stub, seconds=flags.seconds)
+    decode = partial(decode_stub, seconds=_decoders(job) * flags.seconds / flags.speed)
+    drive(job, Listed(requests, 1), 4096, seen.emit, seen, load=load, decode=decode)
+    return seen
+
+
+def _decoders(job: Job) -> int:
+    """Videos that decode at the same time."""
+    import ray  # the cluster's figures are its own
+
+    _, options, _ = engine_share(job)
+    return max(1, int(ray.cluster_resources()["CPU"] - options["num_cpus"]))
+
+
+@contextmanager
+def _without_look_ahead() -> Iterator[None]:
+    """A video is decoded when a slot is free."""
+    before = flow.HELD, flow.AHEAD
+    flow.HELD = flow.AHEAD = 1
+    try:
+        yield
+    finally:
+        flow.HELD, flow.AHEAD = before
+
+
+# ----------------------------------------------------------------------------------------------------- many requests
+
+
+def _manifest(flags: Flags) -> dict[str, Any]:
+    """All of it: Parquet in, headers, waves, one engine, Parquet out."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = _archive(flags, Path(folder))
+        before, began, first = _memory(), time.time(), Path(folder) / "first"
+        job = Job(input=source, output=str(Path(folder) / "out"), max_num_seqs=64)
+        summary = run_job(job, load=partial(load_stub, begun=str(first)), decode=decode_stub)
+        waited = first.stat().st_mtime - began
+    return {
+        "manifest_requests": summary["requests"],
+        "manifest_errors": summary["errors"],
+        "manifest_seconds": summary["seconds"],
+        "first_wave_seconds": round(waited, 1),
+        "driver_megabytes": round(_memory()),
+        "driver_megabytes_before": round(before),
+    }
+
+
+def _archive(flags: Flags, folder: Path) -> str:
+    """A manifest of rows on one clip under many names."""
+    count, clip = min(flags.videos, flags.manifest), world.write_clip(0, 1)[1]
+    for number in range(count):
+        original = folder / f"{number // LINKS}.original"
+        if number % LINKS == 0:
+            original.write_bytes(clip)
+        os.link(original, folder / f"{number}.mp4")
+    rows = range(flags.manifest)
+    videos = [str(folder / f"{number * count // flags.manifest}.mp4") for number in rows]
+    table = pa.table({"video": videos, "question": [f"Question {number}?" for number in rows]})
+    pq.write_table(table, folder / "manifest.parquet")
+    return str(folder / "manifest.parquet")
+
+
+def _memory() -> float:
+    """The most that this process has had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

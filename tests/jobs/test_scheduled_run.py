@@ -1,0 +1,70 @@
+"""A run that chooses what drafts, wave by wave, by a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import read
+from pipeline.config import parse_job
+from pipeline.job import run_job
+from pipeline.profile import account_of, write_profile
+from pipeline.types import UsageError
+from std_core.checkpoint import Checkpoint
+from std_core.devices import device_at_hand
+from std_core.profile import Accepted, Cost, Profile, Tried
+from std_core.types import Draft
+
+BANDWIDTH = 1e9  # bytes/s
+PROMPTS = [f"--prompt={word}" for word in ("one", "two", "three", "four", "five")]
+
+
+@pytest.fixture
+def run(tiny_model: Path, archive: Path, tmp_path: Path, ray_cluster: None) -> Any:
+    def start(name: str, *words: str) -> list[dict[str, Any]]:
+        flags = ["--input", str(archive), "--output", str(tmp_path / name), "--model", str(tiny_model), *PROMPTS]
+        run_job(parse_job([*flags, "--max-tokens=6", "--max-num-seqs=1", *words], "test"))
+        return read(str(tmp_path / name)).to_pylist()
+
+    return start
+
+
+def profile_with_a_crossing(model: Path, context: float, device: str = "") -> Profile:
+    """A dense step takes its bytes' time, a draft step as long whatever the context: from `context` tokens on that
+    pays."""
+    checkpoint = Checkpoint.load(str(model))
+    account, here = account_of(checkpoint, "float32"), device_at_hand("cpu")
+    there = type(here)(device or here.name, "cpu", BANDWIDTH, here.memory, here.flops)
+    dense = account.step_bytes([context]) / BANDWIDTH
+    std = Tried(Draft("std"), Cost(0.0, dense / 1.235), (0.0, 0.0), (Accepted(200, "caption", 90, 10),))
+    costs = Cost(1.0), (0.0, 1e-4, 0.0), 1e-4
+    return Profile(there, checkpoint.revision, "float32", account, *costs, (std,))
+
+
+def test_long_contexts_draft_and_short_ones_do_not_and_texts_are_the_same(
+    run: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    dense = {(row["video_uri"], row["prompt"]): row for row in run("dense", "--mode=dense")}
+    contexts = sorted({row["num_prompt_tokens"] + row["num_visual_tokens"] for row in dense.values()})
+    assert contexts[-1] > 1.5 * contexts[0]
+    crossing = (contexts[0] + contexts[-1]) / 2
+    path = str(tmp_path / "profile.json")
+    write_profile(path, profile_with_a_crossing(tiny_model, crossing))
+    rows = run("auto", f"--profile={path}")
+    assert {row["draft"] for row in dense.values()} == {"dense"} and len(rows) == len(dense) == 30
+    for row in rows:
+        assert row["text"] == dense[row["video_uri"], row["prompt"]]["text"]
+        long = row["num_prompt_tokens"] + row["num_visual_tokens"] > crossing
+        assert (row["draft"], row["proposed"] > 0) == (("std", True) if long else ("dense", False)), row
+
+
+def test_a_profile_of_another_device_is_refused_before_anything_starts(
+    run: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "profile.json")
+    write_profile(path, profile_with_a_crossing(tiny_model, 100, "another processor"))
+    with pytest.raises(UsageError, match="is of another processor, this is"):
+        run("out", f"--profile={path}")
+    assert not (tmp_path / "out").exists()

@@ -3,7 +3,8 @@
 
     python jobs/benchmark.py --suite demo_quality --seed 7 --clips 200
 
-What follows `--suite NAME` is the suite's own; `--suite NAME --help` lists it.
+What follows `--suite NAME` is the suite's own; `--suite NAME --help` lists it. The exit code is 1 where the figures are
+no answer to what the suite asks; `failed` among them then says why.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"--suite {name!r} is none of {', '.join(known)}{nearest(name, known)}")
     figures = importlib.import_module(f"suites.{name}").run(words[:at] + words[at + 2 :])
     print(json.dumps(figures), flush=True)
-    return 0
+    if why := figures.get("failed"):
+        print(f"{Path(__file__).name}: {why}", file=sys.stderr, flush=True)
+    return 1 if why else 0
 
 
 def _guarded(argv: list[str]) -> int:

@@ -82,6 +82,7 @@ class Lane:
     alive: float = field(default_factory=time.monotonic)  # when the engine last moved
     asked: float = 0.0  # when it was asked how far it is
     answered: int = 0  # requests, by the engine that runs now
+    retires: bool = False  # whether it is handed nothing more
     trial: Group | None = None  # suspects that it runs, and nobody else
     setup: Setup | None = None  # with which the engine is handed requests
     turn: int = 0  # number of that setup among those with which anything has arrived
@@ -118,7 +119,8 @@ class Lane:
         held, self.held = [request for request, _ in self.held.values()], {}
         self.engine = self.node = self.results = self.beat = self.trial = self.setup = None
         self.ready, self.others = [], []
-        self.pulse, self.answered, self.turn, self.arrived = -1, 0, 0, False
+        self.pulse, self.answered, self.turn = -1, 0, 0
+        self.retires = self.arrived = False
         return held
 
 

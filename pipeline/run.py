@@ -17,6 +17,7 @@ from pipeline.actors import Decode, Load, RayHands, device_of
 from pipeline.config import ROOT, Job
 from pipeline.fleet import Emit, Fleet
 from pipeline.flow import Flow, Lane
+from pipeline.handover import Handover
 from pipeline.hands import Waves
 from pipeline.intake import Intake
 from pipeline.types import RunError
@@ -71,7 +72,8 @@ def drive(
         hands = RayHands(load, decode, job, options, settings)
         lanes = [Lane(number, job.max_num_seqs) for number in range(count)]
         intake = Intake(hands, waves, lanes, bound)
-        fleet = Fleet(job, waves, max_model_len, emit, tick, watch.look, hands, lanes, intake)
+        handover = Handover(job, max_model_len, hands, lanes, intake)
+        fleet = Fleet(job, waves, emit, tick, watch.look, hands, lanes, intake, handover)
         try:
             fleet.run(stopped)
         finally:

@@ -186,7 +186,7 @@ def _ways(rows: int, context: float, visual: float, length: int, profile: Profil
 
 
 def judged(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> dict[str, Any]:
-    """Figures over all cells; `informative` is false where one setting is as good as any choice."""
+    """Figures over all cells; `failed` says so where one setting is as good as any choice."""
     oracle = [min(settings, key=lambda draft: cell.seconds(draft, 1)) for cell in cells]
     best = {draft: sum(cell.seconds(draft, 0) / cell.rows for cell in cells) for draft in settings}
     fixed, least = min(best.items(), key=lambda item: item[1])
@@ -200,9 +200,19 @@ def judged(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> dict[str,
         "best_fixed": name_of(fixed),
         "oracle_winners": winners,
         "oracle_vs_best_fixed": round(headroom, 3),
-        "informative": winners >= WINNERS and headroom >= HEADROOM,
+        "failed": _uninformative(winners, headroom),
         "cells": [_row(cell, winner) for cell, winner in zip(cells, oracle, strict=True)],
     }
+
+
+def _uninformative(winners: int, headroom: float) -> str | None:
+    """Why the cells tell nothing of a scheduler; None if they do."""
+    if winners >= WINNERS and headroom >= HEADROOM:
+        return None
+    return (
+        f"the cells are uninformative: {winners} settings are the best of some cell ({WINNERS} are needed), and the best "
+        f"of each is {headroom:.3f} times as fast as the best throughout ({HEADROOM} is needed)"
+    )
 
 
 def _errors(cells: Sequence[Cell]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import benchmark
@@ -56,13 +57,22 @@ def test_known_figures_are_judged() -> None:
         cell(3, 3.0, 2.0, 1.0, SMALL, 20.0),
     ]
     found = judged(cells, [None, SMALL, LARGE])
-    assert found["oracle_winners"] == 3 and found["informative"]
+    assert found["oracle_winners"] == 3 and found["failed"] is None
     assert found["oracle_vs_best_fixed"] == round(50 / 30, 3)
     assert found["scheduler_vs_best_fixed"] == round(50 / 40, 3)
     assert found["scheduler_vs_oracle"] == 0.75
     assert found["predicted_vs_measured"] == {"median": 0.0, "p90": 0.2}
     assert [c["speedup"] for c in found["cells"]] == [1.0, 3.0, 1.5]
-    assert not judged(cells[:1], [None, SMALL, LARGE])["informative"]
+    assert "1 settings are the best" in judged(cells[:1], [None, SMALL, LARGE])["failed"]
+
+
+def test_a_suite_whose_figures_are_no_answer_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(schedule, "run", lambda argv: {"failed": "the cells are uninformative"})
+    assert benchmark.main(["--suite", "schedule"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out) and "uninformative" in told.err
 
 
 def test_one_time_costs_count() -> None:

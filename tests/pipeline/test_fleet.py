@@ -19,6 +19,7 @@ from pipeline import flow
 from pipeline.config import Job
 from pipeline.fleet import Fleet
 from pipeline.flow import Flow, Lane
+from pipeline.handover import Handover
 from pipeline.hands import Gone
 from pipeline.intake import Intake
 from pipeline.types import Answer, FramePlan, Frames, Planned, RequestError, RunError, Setup, VideoInfo, Wave
@@ -190,8 +191,9 @@ class Run:
             self.waves.waves[number] = Wave(wave.requests, max(1, slots - number % 2), drafts[number // 2 % 3])
         places = [Lane(number, slots) for number in range(lanes)]
         intake = Intake(world, self.waves, places, bound)
+        handover = Handover(job, 4096, world, places, intake)
         self.fleet = Fleet(
-            job, self.waves, 4096, self.rows.append, lambda: None, self.flows.append, world, places, intake
+            job, self.waves, self.rows.append, lambda: None, self.flows.append, world, places, intake, handover
         )
 
     def go(self, stopped: list[int] | None = None) -> Run:
@@ -214,7 +216,9 @@ class Run:
         for answer in self.rows:
             if not answer.result.error:
                 assert ran[answer.request.request_id].draft == answer.draft
-        assert self.fleet.intake.nbytes == 0 and not self.fleet.open and not self.fleet.suspects.waiting
+        assert (
+            self.fleet.intake.nbytes == 0 and not self.fleet.handover.open and not self.fleet.handover.suspects.waiting
+        )
         assert all(engine.over for engine in self.world.engines)
         return self
 

@@ -210,8 +210,8 @@ def _uninformative(winners: int, headroom: float) -> str | None:
     if winners >= WINNERS and headroom >= HEADROOM:
         return None
     return (
-        f"the cells are uninformative: {winners} settings are the best of some cell ({WINNERS} are needed), and the best "
-        f"of each is {headroom:.3f} times as fast as the best throughout ({HEADROOM} is needed)"
+        f"the cells are uninformative: {winners} settings are the best of some cell ({WINNERS} are needed), and the "
+        f"best of each is {headroom:.3f} times as fast as the best throughout ({HEADROOM} is needed)"
     )
 
 

@@ -1,5 +1,5 @@
-"""What runs elsewhere: the engine's actors and the decode task, thin shells around `std_core.engine` and
-`pipeline.frames`, and how the driver reaches them. A request's failure comes back as a value, never as an exception."""
+"""What runs elsewhere: an engine's actors, thin shells around `std_core.engine`; and how the driver reaches them and the
+decode task."""
 
 from __future__ import annotations
 
@@ -20,31 +20,16 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from pipeline.config import Job, model_path
-from pipeline.frames import Limits
+from pipeline.decoding import Decode, decode_video
 from pipeline.hands import RESUMES, Gone
-from pipeline.types import FramePlan, Frames, RequestError, RunError, Setup, VideoInfo
+from pipeline.types import FramePlan, RequestError, RunError, Setup, VideoInfo
 from std_core.devices import device_at_hand
 from std_core.profile import Device
 from std_core.types import Mode, Request, Result
 
-NO_PIXELS = np.empty((0, 0, 0, 3), np.uint8)
-DECODES = 500  # videos that a process decodes before another takes its place: what leaks is given back
 IDLE = 0.005  # s between two looks for a turn
 
 Load = Callable[..., Any]  # (path, **settings) → an engine: something like `std_core.engine.Engine`
-Decode = Callable[[str, VideoInfo, FramePlan, Limits], Frames]
-
-
-@ray.remote(num_cpus=1, num_returns=2, max_retries=0, max_calls=DECODES)
-def decode_video(
-    decode: Decode, info: VideoInfo, plan: FramePlan, deadline: float
-) -> tuple[Frames | RequestError, np.ndarray]:
-    """What is known of a video's frames, small enough for the driver, and its pixels for the engine alone."""
-    try:
-        frames = decode(info.uri, info, plan, Limits(deadline=deadline))
-    except RequestError as error:
-        return error, NO_PIXELS
-    return replace(frames, pixels=NO_PIXELS), frames.pixels
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"feed": 1, "watch": 1})  # type: ignore[call-overload]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline import storage
-from pipeline.attempts import Job
+from pipeline.attempts import DecodeError, Job
 from pipeline.sampling import plan_frames
 from pipeline.types import ERROR_CODES, FramePlan, Frames, RequestError, VideoInfo
 from pipeline.workers import Outcome, give_worker, take_worker
@@ -126,7 +126,10 @@ class _Run:
         return None
 
     def attempt(self, decoder: str, job: Job, seconds: float) -> Outcome:
-        worker = take_worker()
+        try:
+            worker = take_worker()
+        except DecodeError as error:
+            return Outcome(error=(error.code, error.reason))
         try:
             cpu = self.limits.cpu_seconds or math.ceil(seconds) + 1
             return worker.run(decoder, job, self.limits.memory_bytes, cpu, seconds)

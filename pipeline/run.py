@@ -13,8 +13,9 @@ import ray
 import ray.util.metrics
 
 from pipeline import frames
-from pipeline.actors import Decode, Load, RayHands, device_of
+from pipeline.actors import Load, RayHands, device_of
 from pipeline.config import ROOT, Job
+from pipeline.decoding import Decode
 from pipeline.fleet import Emit, Fleet
 from pipeline.flow import Flow, Lane
 from pipeline.handover import Handover

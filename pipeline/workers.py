@@ -44,7 +44,10 @@ class Outcome:
 
 
 class Worker:
-    """A running worker. Not shared by threads: whoever takes it from the pool has it alone."""
+    """A running worker. Not shared by threads: whoever takes it from the pool has it alone.
+
+    Raises DecodeError `decode_crashed` where its process ends, or is not ready in time.
+    """
 
     def __init__(self) -> None:
         self.environment = _settings()
@@ -60,7 +63,7 @@ class Worker:
         )
         if self._line(START_SECONDS) != b"ready\n":
             self.close()
-            raise RuntimeError("the decoding process did not start; its own message is on standard error")
+            raise DecodeError("decode_crashed", "its process did not start; what it said is on standard error")
 
     def run(self, decoder: str, job: Job, memory_bytes: int, cpu_seconds: int, deadline: float) -> Outcome:
         """One attempt by the function `decoder` ("module:name"), ended after `deadline` s at the latest."""
@@ -92,7 +95,8 @@ class Worker:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # what it was to be told, and did not live to read
+                pipe.close()
         os.close(self.memory)
 
     def _line(self, seconds: float) -> bytes:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import av
@@ -24,7 +28,7 @@ from pipeline.frames import Limits, decode
 from pipeline.probe import probe
 from pipeline.sampling import plan_frames
 from pipeline.types import FrameOptions, FramePlan, Frames, RequestError, VideoInfo
-from pipeline.workers import close_workers
+from pipeline.workers import Worker, close_workers, give_worker, take_worker
 from std_core.types import Geometry
 
 RATE, HEIGHT, WIDTH = 24, 96, 128
@@ -402,6 +406,32 @@ def test_failures_leave_nothing_behind(stand_ins: Path) -> None:
         failure(stand_ins, info, plan, limits=replace(TIGHT, deadline=0.2), decoders={"broken": f"stand_ins:{name}"})
     decode(str(stand_ins), info, plan)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("when", ["starting", "idle", "at work"])
+def test_a_decoding_process_may_be_killed_at_any_moment(
+    stand_ins: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """By a system that runs out of memory, say. It costs the attempt, and is told from a decoder's own failure."""
+    info, plan = planned(stand_ins)
+    close_workers()
+    with monkeypatch.context() as patch:
+        if when == "starting":
+            patch.setattr(sys, "executable", "/bin/false")
+        else:
+            worker = take_worker()
+            kill = partial(os.kill, worker.process.pid, signal.SIGKILL)
+            if when == "idle":
+                give_worker(worker)
+                kill()
+                worker.process.wait()
+                patch.setattr(Worker, "alive", True)  # nobody has noticed
+            else:
+                give_worker(worker)
+                threading.Timer(0.5, kill).start()
+        one = {"sleep": "stand_ins:sleep"} if when == "at work" else PYAV
+        assert failure(stand_ins, info, plan, limits=replace(TIGHT, deadline=20), decoders=one).code == "decode_crashed"
+    assert len(decode(str(stand_ins), info, plan).pts) == 4
 
 
 # -------------------------------------------------------------------------------------------- object storage

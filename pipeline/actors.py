@@ -1,5 +1,5 @@
-"""What runs elsewhere: an engine's actors, thin shells around `std_core.engine`; and how the driver reaches them and the
-decode task."""
+"""What runs elsewhere: an engine's actors, thin shells around `std_core.engine`; and how the driver reaches them, and
+the decode task."""
 
 from __future__ import annotations
 

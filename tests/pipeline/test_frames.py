@@ -425,7 +425,8 @@ def test_a_decoding_process_may_be_killed_at_any_moment(
                 give_worker(worker)
                 kill()
                 worker.process.wait()
-                patch.setattr(Worker, "alive", True)  # nobody has noticed
+                noticed = iter([True])  # not yet
+                patch.setattr(Worker, "alive", property(lambda self: next(noticed, self.process.poll() is None)))
             else:
                 give_worker(worker)
                 threading.Timer(0.5, kill).start()

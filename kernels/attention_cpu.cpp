@@ -53,8 +53,16 @@ template <class T> struct Scratch {
         : keys(GROUPS * dim / Words<T>::PACK), values(BLOCK * dim), weights(size_t(queries) * BLOCK), totals(queries) {}
 };
 
-// Of the block behind this one: else the products would wait for memory, and memory for the products.
-inline void fetch_ahead(const void* from) { _mm_prefetch((const char*)from, _MM_HINT_T1); }
+// Fetches the block behind this one, a few lines in each step of the products: all at once they would wait for memory,
+// and memory then for them.
+struct Ahead {
+    const char* at;
+    int lines;  // of 64 bytes, in each step
+    void step() {
+        for (int i = 0; i < lines; i++) _mm_prefetch(at + 64 * i, _MM_HINT_T1);
+        at += 64 * lines;
+    }
+};
 
 template <class T> void load_keys(Scratch<T>& s, const T* key, int dim, int count) {
     const int words = dim / Words<T>::PACK;
@@ -63,7 +71,6 @@ template <class T> void load_keys(Scratch<T>& s, const T* key, int dim, int coun
             __m512i r[LANES];
             for (int i = 0; i < LANES; i++) {
                 int entry = g * LANES + i;
-                fetch_ahead((const int32_t*)(key + int64_t(entry + BLOCK) * dim) + w);
                 r[i] = entry < count ? _mm512_loadu_si512((const int32_t*)(key + int64_t(entry) * dim) + w)
                                      : _mm512_setzero_si512();
             }
@@ -79,7 +86,6 @@ template <class T> int place(int d) {
 }
 
 inline void load_values(Scratch<float>& s, const float* value, int dim, int count) {
-    for (int i = 0; i < dim * count; i += LANES) fetch_ahead(value + dim * BLOCK + i);
     std::memcpy(s.values.data(), value, sizeof(float) * dim * count);
     std::memset(s.values.data() + dim * count, 0, sizeof(float) * dim * (BLOCK - count));
 }
@@ -89,8 +95,6 @@ inline void load_values(Scratch<bf16>& s, const bf16* value, int dim, int count)
     for (int entry = 0; entry < BLOCK; entry += 2)
         for (int d = 0; d < dim; d += 32) {
             const bf16* at = value + int64_t(entry) * dim + d;
-            fetch_ahead(at + BLOCK * dim);
-            fetch_ahead(at + (BLOCK + 1) * dim);
             __m512i a = entry < count ? _mm512_loadu_si512(at) : _mm512_setzero_si512();
             __m512i b = entry + 1 < count ? _mm512_loadu_si512(at + dim) : _mm512_setzero_si512();
             bf16* to = &s.values[entry * dim + 2 * d];
@@ -106,12 +110,13 @@ constexpr float SLACK = 8;
 
 template <class T, int N>
 void score(Scratch<T>& s, const T* const* query, const int* last, int first, int dim, float scale, float* top,
-           __m512* total, float* fade, T* weights) {
+           __m512* total, float* fade, T* weights, Ahead& ahead) {
     const int words = dim / Words<T>::PACK;
     __m512 sum[N][GROUPS];
     for (int n = 0; n < N; n++)
         for (int g = 0; g < GROUPS; g++) sum[n][g] = zero();
     for (int w = 0; w < words; w++) {
+        ahead.step();
         __m512i k[GROUPS];
         for (int g = 0; g < GROUPS; g++) k[g] = s.keys[g * words + w];
         for (int n = 0; n < N; n++) {
@@ -152,7 +157,7 @@ static_assert(GROUPS == 4, "the maximum is of four");
 
 // Adds the weighted values of a block to N queries' sums.
 template <class T, int N>
-void add_values(Scratch<T>& s, int dim, const float* fade, float* out, const T* weights) {
+void add_values(Scratch<T>& s, int dim, const float* fade, float* out, const T* weights, Ahead& ahead) {
     constexpr int PACK = Words<T>::PACK, WIDE = 4;
     for (int d = 0; d < dim; d += LANES * WIDE) {
         const int wide = std::min(WIDE, (dim - d) / LANES);
@@ -163,6 +168,7 @@ void add_values(Scratch<T>& s, int dim, const float* fade, float* out, const T* 
                                                      _mm512_set1_ps(fade[n]))
                                      : zero();
         for (int entry = 0; entry < BLOCK; entry += PACK) {
+            ahead.step();
             __m512i v[WIDE];
             const int32_t* from = (const int32_t*)&s.values[entry * dim + PACK * d];
             for (int i = 0; i < WIDE; i++)
@@ -209,11 +215,15 @@ void attend(Scratch<T>& s, const T* key, const T* value, int first, int count, i
         const int here = std::min(BLOCK, count - at);
         load_keys(s, key + int64_t(at) * dim, dim, here);
         load_values(s, value + int64_t(at) * dim, dim, here);
+        const int steps = (queries + 3) / 4 * (dim / Words<T>::PACK), lines = BLOCK * dim * sizeof(T) / 64;
+        const int each = (lines + steps - 1) / steps;
+        Ahead keys{(const char*)(key + int64_t(at + BLOCK) * dim), each};
+        Ahead values{(const char*)(value + int64_t(at + BLOCK) * dim), each};
         by_fours(queries, [&](auto N, int n) {
             if (*std::max_element(last + n, last + n + N) < first + at) return;
             score<T, N()>(s, query + n, last + n, first + at, dim, scale, part.top + n, &s.totals[n], &fade[n],
-                          &s.weights[n * BLOCK]);
-            add_values<T, N()>(s, dim, &fade[n], part.out + size_t(n) * dim, &s.weights[n * BLOCK]);
+                          &s.weights[n * BLOCK], keys);
+            add_values<T, N()>(s, dim, &fade[n], part.out + size_t(n) * dim, &s.weights[n * BLOCK], values);
         });
     }
     for (int n = 0; n < queries; n++) part.total[n] = _mm512_reduce_add_ps(s.totals[n]);

@@ -183,11 +183,15 @@ void add_values(Scratch<T>& s, int dim, const float* fade, float* out, const T* 
     }
 }
 
-// Calls f<N>(first) over all queries, four at a time.
-template <class F> void by_fours(int count, F f) {
+constexpr int MOST = 6;  // queries whose sums stay in registers
+
+// Calls f<N>(first) over all queries, MOST at a time.
+template <class F> void by_some(int count, F f) {
     int n = 0;
-    for (; n + 4 <= count; n += 4) f(std::integral_constant<int, 4>(), n);
+    for (; n + MOST <= count; n += MOST) f(std::integral_constant<int, MOST>(), n);
     switch (count - n) {
+        case 5: f(std::integral_constant<int, 5>(), n); break;
+        case 4: f(std::integral_constant<int, 4>(), n); break;
         case 3: f(std::integral_constant<int, 3>(), n); break;
         case 2: f(std::integral_constant<int, 2>(), n); break;
         case 1: f(std::integral_constant<int, 1>(), n); break;
@@ -215,11 +219,11 @@ void attend(Scratch<T>& s, const T* key, const T* value, int first, int count, i
         const int here = std::min(BLOCK, count - at);
         load_keys(s, key + int64_t(at) * dim, dim, here);
         load_values(s, value + int64_t(at) * dim, dim, here);
-        const int steps = (queries + 3) / 4 * (dim / Words<T>::PACK), lines = BLOCK * dim * sizeof(T) / 64;
+        const int steps = (queries + MOST - 1) / MOST * (dim / Words<T>::PACK), lines = BLOCK * dim * sizeof(T) / 64;
         const int each = (lines + steps - 1) / steps;
         Ahead keys{(const char*)(key + int64_t(at + BLOCK) * dim), each};
         Ahead values{(const char*)(value + int64_t(at + BLOCK) * dim), each};
-        by_fours(queries, [&](auto N, int n) {
+        by_some(queries, [&](auto N, int n) {
             if (*std::max_element(last + n, last + n + N) < first + at) return;
             score<T, N()>(s, query + n, last + n, first + at, dim, scale, part.top + n, &s.totals[n], &fade[n],
                           &s.weights[n * BLOCK], keys);

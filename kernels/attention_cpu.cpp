@@ -48,12 +48,21 @@ template <class T> struct Scratch {
     std::vector<__m512i> keys;    // [group][word] of 16 entries
     std::vector<T> values;        // BLOCK entries; pairs of entries word by word if two elements make a word
     std::vector<T> weights;       // [query][BLOCK]
+    std::vector<__m512> totals;   // of a query's weights, lane by lane
     Scratch(int dim, int queries)
-        : keys(GROUPS * dim / Words<T>::PACK), values(BLOCK * dim), weights(size_t(queries) * BLOCK) {}
+        : keys(GROUPS * dim / Words<T>::PACK), values(BLOCK * dim), weights(size_t(queries) * BLOCK), totals(queries) {}
 };
 
-// Of the block behind this one: else the products would wait for memory, and memory for the products.
-inline void fetch_ahead(const void* from) { _mm_prefetch((const char*)from, _MM_HINT_T1); }
+// Fetches the block behind this one, a few lines in each step of the products: all at once they would wait for memory,
+// and memory then for them.
+struct Ahead {
+    const char* at;
+    int lines;  // of 64 bytes, in each step
+    void step() {
+        for (int i = 0; i < lines; i++) _mm_prefetch(at + 64 * i, _MM_HINT_T1);
+        at += 64 * lines;
+    }
+};
 
 template <class T> void load_keys(Scratch<T>& s, const T* key, int dim, int count) {
     const int words = dim / Words<T>::PACK;
@@ -62,7 +71,6 @@ template <class T> void load_keys(Scratch<T>& s, const T* key, int dim, int coun
             __m512i r[LANES];
             for (int i = 0; i < LANES; i++) {
                 int entry = g * LANES + i;
-                fetch_ahead((const int32_t*)(key + int64_t(entry + BLOCK) * dim) + w);
                 r[i] = entry < count ? _mm512_loadu_si512((const int32_t*)(key + int64_t(entry) * dim) + w)
                                      : _mm512_setzero_si512();
             }
@@ -78,7 +86,6 @@ template <class T> int place(int d) {
 }
 
 inline void load_values(Scratch<float>& s, const float* value, int dim, int count) {
-    for (int i = 0; i < dim * count; i += LANES) fetch_ahead(value + dim * BLOCK + i);
     std::memcpy(s.values.data(), value, sizeof(float) * dim * count);
     std::memset(s.values.data() + dim * count, 0, sizeof(float) * dim * (BLOCK - count));
 }
@@ -88,8 +95,6 @@ inline void load_values(Scratch<bf16>& s, const bf16* value, int dim, int count)
     for (int entry = 0; entry < BLOCK; entry += 2)
         for (int d = 0; d < dim; d += 32) {
             const bf16* at = value + int64_t(entry) * dim + d;
-            fetch_ahead(at + BLOCK * dim);
-            fetch_ahead(at + (BLOCK + 1) * dim);
             __m512i a = entry < count ? _mm512_loadu_si512(at) : _mm512_setzero_si512();
             __m512i b = entry + 1 < count ? _mm512_loadu_si512(at + dim) : _mm512_setzero_si512();
             bf16* to = &s.values[entry * dim + 2 * d];
@@ -99,15 +104,19 @@ inline void load_values(Scratch<bf16>& s, const bf16* value, int dim, int count)
 }
 #endif
 
-// The scores of N queries, masked behind `last`, become weights under a running maximum.
+// The scores of N queries, masked behind `last`, become weights: 2 to the power of what they are above `top`. That is a
+// maximum which a score may exceed by SLACK before it is raised: hardly a block then needs one number of its 64.
+constexpr float SLACK = 8;
+
 template <class T, int N>
 void score(Scratch<T>& s, const T* const* query, const int* last, int first, int dim, float scale, float* top,
-           float* total, float* fade, T* weights) {
+           __m512* total, float* fade, T* weights, Ahead& ahead) {
     const int words = dim / Words<T>::PACK;
     __m512 sum[N][GROUPS];
     for (int n = 0; n < N; n++)
         for (int g = 0; g < GROUPS; g++) sum[n][g] = zero();
     for (int w = 0; w < words; w++) {
+        ahead.step();
         __m512i k[GROUPS];
         for (int g = 0; g < GROUPS; g++) k[g] = s.keys[g * words + w];
         for (int n = 0; n < N; n++) {
@@ -122,30 +131,33 @@ void score(Scratch<T>& s, const T* const* query, const int* last, int first, int
             std::memset(weights + n * BLOCK, 0, sizeof(T) * BLOCK);
             continue;
         }
-        __m512 most = _mm512_set1_ps(top[n]);
-        for (int g = 0; g < GROUPS; g++) {
-            const int here = std::clamp(seen - g * LANES, 0, LANES);
-            sum[n][g] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), __mmask16((1u << here) - 1), sum[n][g],
-                                           _mm512_set1_ps(scale * 1.44269504f));
-            most = _mm512_max_ps(most, sum[n][g]);
+        __mmask16 here[GROUPS];
+        for (int g = 0; g < GROUPS; g++) here[g] = __mmask16((1u << std::clamp(seen - g * LANES, 0, LANES)) - 1);
+        if (seen < BLOCK)
+            for (int g = 0; g < GROUPS; g++)
+                sum[n][g] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), here[g], sum[n][g]);
+        const __m512 most = _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_max_ps(_mm512_max_ps(sum[n][0], sum[n][1]),
+                                                                               _mm512_max_ps(sum[n][2], sum[n][3])));
+        fade[n] = 1.f;
+        if (_mm512_cmp_ps_mask(most, _mm512_set1_ps(top[n] + SLACK), _CMP_GT_OQ)) {
+            const float high = _mm512_reduce_max_ps(most);
+            fade[n] = std::exp2(top[n] - high);
+            top[n] = high;
+            total[n] = _mm512_mul_ps(total[n], _mm512_set1_ps(fade[n]));
         }
-        const float high = _mm512_reduce_max_ps(most);
-        fade[n] = top[n] == high ? 1.f : std::exp2(top[n] - high);
-        top[n] = high;
-        __m512 all = zero();
         for (int g = 0; g < GROUPS; g++) {
-            __m512 e = exp2(_mm512_sub_ps(sum[n][g], _mm512_set1_ps(high)));
-            e = _mm512_maskz_mov_ps(__mmask16((1u << std::clamp(seen - g * LANES, 0, LANES)) - 1), e);
-            all = _mm512_add_ps(all, e);
+            __m512 e = Words<T>::power(_mm512_fmsub_ps(sum[n][g], _mm512_set1_ps(scale), _mm512_set1_ps(top[n])));
+            if (seen < BLOCK) e = _mm512_maskz_mov_ps(here[g], e);
+            total[n] = _mm512_add_ps(total[n], e);
             Words<T>::store(weights + n * BLOCK + g * LANES, e);
         }
-        total[n] = total[n] * fade[n] + _mm512_reduce_add_ps(all);
     }
 }
+static_assert(GROUPS == 4, "the maximum is of four");
 
 // Adds the weighted values of a block to N queries' sums.
 template <class T, int N>
-void add_values(Scratch<T>& s, int dim, const float* fade, float* out, const T* weights) {
+void add_values(Scratch<T>& s, int dim, const float* fade, float* out, const T* weights, Ahead& ahead) {
     constexpr int PACK = Words<T>::PACK, WIDE = 4;
     for (int d = 0; d < dim; d += LANES * WIDE) {
         const int wide = std::min(WIDE, (dim - d) / LANES);
@@ -156,6 +168,7 @@ void add_values(Scratch<T>& s, int dim, const float* fade, float* out, const T* 
                                                      _mm512_set1_ps(fade[n]))
                                      : zero();
         for (int entry = 0; entry < BLOCK; entry += PACK) {
+            ahead.step();
             __m512i v[WIDE];
             const int32_t* from = (const int32_t*)&s.values[entry * dim + PACK * d];
             for (int i = 0; i < WIDE; i++)
@@ -170,11 +183,15 @@ void add_values(Scratch<T>& s, int dim, const float* fade, float* out, const T* 
     }
 }
 
-// Calls f<N>(first) over all queries, four at a time.
-template <class F> void by_fours(int count, F f) {
+constexpr int MOST = 6;  // queries whose sums stay in registers
+
+// Calls f<N>(first) over all queries, MOST at a time.
+template <class F> void by_some(int count, F f) {
     int n = 0;
-    for (; n + 4 <= count; n += 4) f(std::integral_constant<int, 4>(), n);
+    for (; n + MOST <= count; n += MOST) f(std::integral_constant<int, MOST>(), n);
     switch (count - n) {
+        case 5: f(std::integral_constant<int, 5>(), n); break;
+        case 4: f(std::integral_constant<int, 4>(), n); break;
         case 3: f(std::integral_constant<int, 3>(), n); break;
         case 2: f(std::integral_constant<int, 2>(), n); break;
         case 1: f(std::integral_constant<int, 1>(), n); break;
@@ -196,17 +213,24 @@ template <class T>
 void attend(Scratch<T>& s, const T* key, const T* value, int first, int count, int queries, const T* const* query,
             const int* last, int dim, float scale, Part part) {
     std::vector<float> fade(queries);
+    for (int n = 0; n < queries; n++) s.totals[n] = _mm512_maskz_mov_ps(1, _mm512_set1_ps(part.total[n]));
+    scale *= 1.44269504f;
     for (int at = 0; at < count; at += BLOCK) {
         const int here = std::min(BLOCK, count - at);
         load_keys(s, key + int64_t(at) * dim, dim, here);
         load_values(s, value + int64_t(at) * dim, dim, here);
-        by_fours(queries, [&](auto N, int n) {
+        const int steps = (queries + MOST - 1) / MOST * (dim / Words<T>::PACK), lines = BLOCK * dim * sizeof(T) / 64;
+        const int each = (lines + steps - 1) / steps;
+        Ahead keys{(const char*)(key + int64_t(at + BLOCK) * dim), each};
+        Ahead values{(const char*)(value + int64_t(at + BLOCK) * dim), each};
+        by_some(queries, [&](auto N, int n) {
             if (*std::max_element(last + n, last + n + N) < first + at) return;
-            score<T, N()>(s, query + n, last + n, first + at, dim, scale, part.top + n, part.total + n, &fade[n],
-                          &s.weights[n * BLOCK]);
-            add_values<T, N()>(s, dim, &fade[n], part.out + size_t(n) * dim, &s.weights[n * BLOCK]);
+            score<T, N()>(s, query + n, last + n, first + at, dim, scale, part.top + n, &s.totals[n], &fade[n],
+                          &s.weights[n * BLOCK], keys);
+            add_values<T, N()>(s, dim, &fade[n], part.out + size_t(n) * dim, &s.weights[n * BLOCK], values);
         });
     }
+    for (int n = 0; n < queries; n++) part.total[n] = _mm512_reduce_add_ps(s.totals[n]);
 }
 
 struct Task {

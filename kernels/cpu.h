@@ -33,6 +33,18 @@ inline __m512 exp2(__m512 x) {
     return _mm512_scalef_ps(y, whole);
 }
 
+// The same for what is rounded to bfloat16, in two thirds of the time; relative error below 3e-6, 2^-125 below -125
+inline __m512 rough_exp2(__m512 x) {
+    const __m512 magic = _mm512_set1_ps(12582912.f);  // behind which a float's last bit counts ones
+    x = _mm512_max_ps(_mm512_set1_ps(-125.f), x);
+    __m512 shifted = _mm512_add_ps(x, magic), f = _mm512_sub_ps(x, _mm512_sub_ps(shifted, magic));
+    __m512 y = _mm512_set1_ps(9.57010148e-3f);
+    for (float c : {5.59178607e-2f, 2.40247448e-1f, 6.93121815e-1f, 9.99999261e-1f})
+        y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(c));
+    return _mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_castps_si512(y), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+}
+
 inline __m512 exp(__m512 x) { return exp2(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f))); }
 
 // An element type as the products see it: a word of 32 bits is one float or two bfloat16.
@@ -40,6 +52,7 @@ template <class T> struct Words;
 
 template <> struct Words<float> {
     static constexpr int PACK = 1;  // elements in a word
+    static __m512 power(__m512 x) { return exp2(x); }
     static __m512 dot(__m512 sum, __m512i a, __m512i b) {
         return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
     }
@@ -53,6 +66,7 @@ template <> struct Words<float> {
 #ifdef __AVX512BF16__
 template <> struct Words<bf16> {
     static constexpr int PACK = 2;
+    static __m512 power(__m512 x) { return rough_exp2(x); }
     static __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
     static void store(bf16* to, __m512 x) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x)); }
     static void store(bf16* to, __m512 x, __mmask16 some) {

@@ -41,6 +41,24 @@ SIGNATURES = {
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 
 
+ADVICE, PAGE, LARGE = 14, 4096, 2 << 20  # Linux's MADV_HUGEPAGE; bytes
+
+
+def large_pages(memory: torch.Tensor) -> torch.Tensor:
+    """The same, whose memory the system is asked to make of large pages when it is first written. A request, which
+    systems that have none or allow none leave aside."""
+    size, advise = memory.untyped_storage().nbytes(), _advise()
+    if advise is not None and size >= 2 * LARGE:
+        first = -(-memory.data_ptr() // PAGE) * PAGE
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(memory.data_ptr() + size - first), ADVICE)
+    return memory
+
+
+@functools.cache
+def _advise() -> ctypes._NamedFuncPointer | None:
+    return getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+
+
 def serves(name: str, of: torch.Tensor) -> bool:
     return of.device.type == "cpu" and (name, of.dtype) in _kernels()
 

@@ -88,13 +88,16 @@ template <class T, int R> void cell(const Product<T>& p, int row, int o, int end
         sum = _mm512_add_ps(sum, Words<T>::load(values, 0xffff));
     }
     Words<T>::store(values, sum);
-    for (int r = 0; r < R && row + r < p.rows; r++)
+    if (row + R <= p.rows && o + OUT <= end)  // copies of a size that the compiler knows
+        for (int r = 0; r < R; r++) std::memcpy(p.y + int64_t(row + r) * p.out + o, values + r * OUT, sizeof(T) * OUT);
+    else for (int r = 0; r < R && row + r < p.rows; r++)
         std::memcpy(p.y + int64_t(row + r) * p.out + o, values + r * OUT, sizeof(T) * std::min(OUT, end - o));
 }
 
 // A thread's outputs [first, end), in blocks whose rows stay in the first cache and whose weights stay in the second.
 template <class T, int R> void block(const Product<T>& p, int first, int end) {
-    constexpr int OUT = LANES / R, OUTS = 64, ROWS = 16, AHEAD = 16;
+    constexpr int OUT = LANES / R, OUTS = 64, AHEAD = 16, BYTES = 20 << 10;
+    const int ROWS = std::clamp(BYTES / int(p.in * sizeof(T)) / 4 * 4, 4, 16);
     for (int outs = first; outs < end; outs += OUTS)
         for (int rows = 0; rows < p.rows; rows += ROWS)
             for (int o = outs; o < std::min(outs + OUTS, end); o += OUT)

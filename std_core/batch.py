@@ -108,7 +108,7 @@ class Batch:
         slots, device = self.slots, self.model.device
         rules = [row.rule if row is not None else None for row in self.rows]
         slots.rules, slots.draws = rules, Draws.of(rules, slots.generator)
-        slots.bends = Bends.of(rules, slots.vocabulary, device) if slots.ahead else None
+        slots.bends = Bends.of(rules, slots.vocabulary, device)
         slots.active = torch.tensor([row is not None for row in self.rows], device=device)
         most = max(len(rule.stop_ids) for rule in rules if rule is not None) if any(rules) else 0
         stops = [[*(rule.stop_ids if rule else ()), *[-1] * most][: max(most, 1)] or [-1] for rule in rules]

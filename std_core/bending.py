@@ -1,5 +1,5 @@
 """The processors of logits that requests can ask for, for all rows at once and with lengths on the device: what rounds
-bend logits with where they are recorded. Bit for bit what `sampling.bend` has from transformers' own, row by row."""
+bend logits with. Bit for bit what `sampling.bend` has from transformers' own, row by row."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Bends:
     temperature: torch.Tensor  # 1
     top_k: torch.Tensor  # 0
     tail: torch.Tensor  # 1 - top_p, the mass that is cut off; -1
-    stop_ids: torch.Tensor  # (B, n) padded with the vocabulary's size
+    stop_ids: torch.Tensor  # (B, n) padded with the row's first, or with 0 in rows without
     penalises: bool  # whether any row does
     holds: bool
+    heats: bool
     cuts: bool
 
     @classmethod
@@ -40,12 +41,10 @@ class Bends:
         if not all(rows):
             return None
         penalty, least, temperature, top_k, tail, stops = zip(*(row for row in rows if row), strict=True)
-        most = max(map(len, stops))
+        most = max(1, *map(len, stops))
         numbers = [torch.tensor(x, dtype=torch.float32, device=device) for x in (penalty, temperature, tail)]
         counts = [torch.tensor(x, device=device) for x in (least, top_k)]
-        padded = torch.tensor(
-            [[*ids, *[vocabulary] * (most - len(ids))] for ids in stops], dtype=torch.long, device=device
-        )
+        padded = torch.tensor([[*ids, *[ids[0] if ids else 0] * (most - len(ids))] for ids in stops], device=device)
         return cls(
             numbers[0],
             counts[0],
@@ -55,11 +54,12 @@ class Bends:
             padded,
             any(p != 1 for p in penalty),
             any(least),
+            any(t != 1 for t in temperature),
             any(top_k) or any(t >= 0 for t in tail),
         )
 
     def apply(self, logits: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """As `sampling.bend`: logits (B, T, vocabulary); history (B, capacity), of which `lengths` (B,) lie before the
+        """As `sampling.bend`, which may write into them too: logits (B, T, vocabulary); history (B, capacity), of which `lengths` (B,) lie before the
         first position."""
         scores = logits.float()
         if self.penalises:
@@ -67,9 +67,10 @@ class Bends:
         if self.holds:
             places = lengths[:, None] + torch.arange(scores.shape[1], device=scores.device)
             early = (places < self.least[:, None])[..., None]
-            stops = _marked(self.stop_ids, scores.shape[-1])
-            scores = scores.masked_fill(early & stops[:, None, :-1], float("-inf"))
-        scores = scores / self.temperature[:, None, None]
+            stops = self.stop_ids[:, None].expand(-1, scores.shape[1], -1)
+            scores.scatter_(2, stops, scores.gather(2, stops).masked_fill(early, float("-inf")))
+        if self.heats:
+            scores = scores / self.temperature[:, None, None]
         return self._cut(scores) if self.cuts else scores
 
     def _penalised(self, scores: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,8 @@ class Captured:
         self._settle()
         # what a round's course depends on besides numbers on the device
         shapes = [slots.groups.members.shape, slots.stop_ids.shape, slots.bends.stop_ids.shape]
-        key = (gamma, slots.draws.sampled, slots.bends.penalises, slots.bends.holds, slots.bends.cuts, *shapes)
+        bends = slots.bends
+        key = (gamma, slots.draws.sampled, bends.penalises, bends.holds, bends.heats, bends.cuts, *shapes)
         if key not in self._rounds:
             self._rounds[key] = None
             return body()

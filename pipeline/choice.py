@@ -254,8 +254,8 @@ class Steps:
         return account.weights_read() + self._read() * account.kv_read()
 
     def _read(self) -> float:
-        """Entries: a prefix that rows share once."""
-        shared = self.mix.visual * self.mix.videos / self.mix.count
+        """Entries: a prefix that rows share once, and one at least."""
+        shared = self.mix.visual * max(self.mix.videos / self.mix.count, 1 / self.rows)
         return self.rows * (shared + self.mix.context - self.mix.visual + self.grown)
 
     def _looked_at(self) -> float:

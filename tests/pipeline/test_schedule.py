@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.choice import GAIN, MEMORY, Mix, choose
+from pipeline.choice import GAIN, MEMORY, Mix, Steps, choose
 from pipeline.history import EVERY
 from pipeline.schedule import HALF, LIKE, WAVE, History, Setting, cut, misfit, plan
 from pipeline.types import FramePlan, Item, Planned, UsageError, VideoInfo
@@ -301,3 +301,11 @@ def test_strict_bounds_gamma_and_widens_every_step() -> None:
         choose(mix([100], s), wide, History(), s, 0)[0] for s in (Setting(draft=None), Setting(draft=None, strict=4))
     ]
     assert dense[1].round_s == pytest.approx(dense[0].round_s + 3.0)
+
+
+def test_a_single_row_shares_its_prefix_with_nobody() -> None:
+    """Whatever number of questions on the video wait for their turn."""
+    alone = Mix(1, 1000.0, 900.0, 1, Load(1000, 900, 64), (("caption", 1),))
+    one_of_ten = Mix(10, 1000.0, 900.0, 1, Load(1000, 900, 64), (("caption", 10),))
+    reads = [Steps(PROFILE, found, 1, 0.0).round(None)[1] for found in (alone, one_of_ten)]
+    assert reads[0] == reads[1] == LLAMA.step_bytes([1000])

@@ -59,8 +59,8 @@ class Bends:
         )
 
     def apply(self, logits: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """As `sampling.bend`, which may write into them too: logits (B, T, vocabulary); history (B, capacity), of which `lengths` (B,) lie before the
-        first position."""
+        """As `sampling.bend`, and like it at times in place: logits (B, T, vocabulary); history (B, capacity), of which
+        `lengths` (B,) lie before the first position."""
         scores = logits.float()
         if self.penalises:
             scores = self._penalised(scores, history, lengths)

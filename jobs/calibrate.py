@@ -38,6 +38,7 @@ class Flags:
     drafts: str = field(default="std,int8,int4,ngram", metadata={"help": "presets of conf/draft that may be chosen"})
     tokens: int = field(default=24, metadata={"help": "written per row and pair of segments"})
     pairs: int = field(default=3, metadata={"help": "pairs of segments, dense and drafted in turn"})
+    retrieval: bool = field(default=False, metadata={"help": "try drafts without verification, for --mode sparse"})
     threads: int = field(default=2, metadata={"help": "of a CPU"})
 
 
@@ -62,6 +63,7 @@ def main(argv: list[str]) -> int:
             calibration.presets(flags.drafts),
             flags.tokens,
             flags.pairs,
+            flags.retrieval,
         ),
         flags.threads,
     )
@@ -71,6 +73,10 @@ def main(argv: list[str]) -> int:
         "device": profile.device.name,
         "bandwidth_gbs": round(profile.device.bandwidth / 1e9, 2),
         "residual": {name: [round(x, 4) for x in cost.residual] for name, cost in calibration.costs(profile).items()},
+        "retrieval": {
+            name: [f"{r.sparse} of {r.dense} at {r.context}" for r in found]
+            for name, found in calibration.retrieved(profile).items()
+        },
         "seconds": round(time.monotonic() - began, 1),
     }
     print(json.dumps(figures), flush=True)

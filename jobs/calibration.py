@@ -14,6 +14,7 @@ import torch
 
 import acceptance_measures as measures
 import acceptance_subjects as subjects
+import retrieval
 from acceptance_subjects import Subject
 from decode_pairs import Clock, Pair, read_bandwidth
 from pipeline.config import Job, draft_of, model_path
@@ -23,7 +24,7 @@ from std_core.account import Account
 from std_core.checkpoint import Checkpoint
 from std_core.devices import device_at_hand
 from std_core.engine import Engine
-from std_core.profile import Accepted, Cost, Device, Profile, Step, Tried, non_negative
+from std_core.profile import Accepted, Cost, Device, Profile, Retrieved, Step, Tried, non_negative
 from std_core.types import Draft
 
 WIDTHS = (3, 9)  # tokens a row, of verifications that are timed apart
@@ -36,13 +37,15 @@ PLAIN = Draft("full", gamma=1)  # seats rows and selects nothing
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured. tokens: of a segment, per row; pairs: of segments in each cell."""
+    """What is measured. tokens: of a segment, per row; pairs: of segments in each cell; retrieval: whether drafts are
+    tried without verification too."""
 
     contexts: list[int]
     rows: list[int]
     drafts: list[Draft]
     tokens: int = 24
     pairs: int = 3
+    retrieval: bool = False
 
 
 @dataclass
@@ -53,6 +56,7 @@ class _Found:
     steps: dict[Draft, list[Step]] = field(default_factory=dict)
     once: dict[Draft, list[tuple[float, float]]] = field(default_factory=dict)  # (context, of a request)
     acceptance: dict[Draft, list[Accepted]] = field(default_factory=dict)
+    retrieved: dict[Draft, list[Retrieved]] = field(default_factory=dict)
     prefill: list[tuple[float, float]] = field(default_factory=list)  # (context, of a request)
     vision: list[tuple[float, float]] = field(default_factory=list)  # (visual tokens, of a request)
 
@@ -75,6 +79,9 @@ def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Pr
     for context in grid.contexts:
         for rows in grid.rows:
             _cell(replace(engine, max_num_seqs=rows, prefixes=None), grid, room, context, rows, account, here, found)
+        if grid.retrieval:
+            for draft, one in retrieval.measured(engine, [d for d in grid.drafts if d.stands_alone], context).items():
+                found.retrieved.setdefault(draft, []).append(one)
     tried = tuple(_tried(draft, found, _pair(draft, dtype)) for draft in grid.drafts)
     full = Cost.fit(found.full)
     return Profile(
@@ -95,6 +102,11 @@ def costs(profile: Profile) -> dict[str, Cost]:
     """By what they are of, for people."""
     named = {f"{t.draft.policy} {t.draft.weights}": t.cost for t in profile.drafts}
     return {"full": profile.full, **named}
+
+
+def retrieved(profile: Profile) -> dict[str, tuple[Retrieved, ...]]:
+    """By the draft that wrote alone, for people."""
+    return {f"{t.draft.policy} {t.draft.weights}": t.retrieved for t in profile.drafts if t.retrieved}
 
 
 def numbers(name: str, text: str) -> list[int]:
@@ -242,7 +254,8 @@ def _tried(draft: Draft, found: _Found, pair: Account | None) -> Tried:
     once = (0.0, 0.0)
     if max(seconds) > 0:
         once = (0.0, sum(seconds) / sum(contexts))
-    return Tried(draft, Cost.fit(found.steps[draft]), once, tuple(_merged(found.acceptance[draft])), pair)
+    retrieved = tuple(found.retrieved.get(draft, ()))
+    return Tried(draft, Cost.fit(found.steps[draft]), once, tuple(_merged(found.acceptance[draft])), pair, retrieved)
 
 
 def _merged(seen: Sequence[Accepted]) -> list[Accepted]:

@@ -22,7 +22,7 @@ from pipeline.config import DEFAULT_PROMPT, Job, draft_of, model_path, parse_job
 from pipeline.ledger import LeaseLost
 from pipeline.pool import Pool, fitting
 from pipeline.prepare import Failed, Found, Requests, found, manifest_of, window_of
-from pipeline.profile import profile_for
+from pipeline.profile import profile_for, unfit_alone
 from pipeline.progress import Watch
 from pipeline.schedule import History, plan
 from pipeline.sink import Output, open_output
@@ -134,6 +134,10 @@ def outlook_of(job: Job, checkpoint: Checkpoint, draft: Draft | None) -> dryrun.
     """What a plan's times are made from. Raises UsageError for a profile that is none, or is of something else."""
     here = device_at_hand("cuda" if torch.cuda.is_available() else "cpu")
     profile = profile_for(job.profile, checkpoint, job.dtype, here)
+    if job.mode == "sparse" and draft is not None and (why := unfit_alone(profile, draft)):
+        if job.profile:
+            raise UsageError(f"--mode sparse is refused: {why}")
+        print(f"--mode sparse: nothing shows that its texts hold what is asked for: {why}", file=sys.stderr, flush=True)
     return dryrun.Outlook(profile, setting_of(job, draft), job.price_per_hour)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from pipeline import storage
 from pipeline.types import RequestError, UsageError
@@ -10,6 +11,7 @@ from std_core.account import Account
 from std_core.checkpoint import Checkpoint
 from std_core.devices import unmeasured, whole_account
 from std_core.profile import Device, Profile, from_json, to_json
+from std_core.types import Draft
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0}
 
@@ -66,6 +68,20 @@ def profile_for(uri: str, checkpoint: Checkpoint, dtype: str, at_hand: Device) -
     profile = read_profile(uri)
     check(profile, uri, checkpoint.revision, dtype, at_hand)
     return profile
+
+
+def unfit_alone(profile: Profile, draft: Draft) -> str | None:
+    """Why a draft's text should not be taken without verification, as a clause; None if nothing speaks against it."""
+    found = next((t.retrieved for t in profile.drafts if replace(t.draft, gamma=1) == replace(draft, gamma=1)), ())
+    if not found:
+        return "--profile holds no retrieval test of this draft: jobs/calibrate.py --retrieval true makes one"
+    worst = min(found, key=lambda r: r.sparse / max(1, r.dense))
+    if all(r.enough for r in found):
+        return None
+    return (
+        f"on its own it found {worst.sparse} of the {worst.dense} answers that the dense loop found, of {worst.asked}, "
+        f"in contexts of {worst.context} tokens"
+    )
 
 
 def provenance(profile: Profile) -> str:

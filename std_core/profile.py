@@ -18,7 +18,8 @@ import numpy as np
 from std_core.account import Account
 from std_core.types import Draft
 
-VERSION = 1
+VERSION = 2
+RETRIEVES = 0.9  # of what the dense loop finds, that a draft has to find whose text nothing verifies
 KINDS = ("caption", "question")  # of prompts, as texts differ in length and in how well they can be foretold
 
 
@@ -90,12 +91,28 @@ class Accepted:
 
 
 @dataclass(frozen=True)
+class Retrieved:
+    """Questions on places of a context, and how many the dense loop and a draft alone answered rightly."""
+
+    context: int
+    asked: int
+    dense: int
+    sparse: int
+
+    @property
+    def enough(self) -> bool:
+        """Whether the draft finds nearly all that the model finds, and the model finds enough to tell."""
+        return 2 * self.dense >= self.asked and self.sparse >= RETRIEVES * self.dense
+
+
+@dataclass(frozen=True)
 class Tried:
     """A draft as it was calibrated; its γ is left to the scheduler.
 
     Args:
         once: seconds of selection, gather and a second model's prefill, per request and per token of its context.
         pair: the second model's account, if there is one.
+        retrieved: by the draft alone, where it was asked to.
     """
 
     draft: Draft
@@ -103,6 +120,7 @@ class Tried:
     once: tuple[float, float]
     acceptance: tuple[Accepted, ...]
     pair: Account | None = None
+    retrieved: tuple[Retrieved, ...] = ()
 
     def accepts(self, context: float, kind: str) -> float:
         """a where it was measured nearest by, of this kind of prompt if any was."""
@@ -219,4 +237,5 @@ def _cost(content: Mapping[str, Any]) -> Cost:
 def _tried(content: Mapping[str, Any]) -> Tried:
     accepted = tuple(Accepted(**a) for a in content["acceptance"])
     pair = _account(content["pair"])
-    return Tried(Draft(**content["draft"]), _cost(content["cost"]), tuple(content["once"]), accepted, pair)
+    retrieved = tuple(Retrieved(**r) for r in content["retrieved"])
+    return Tried(Draft(**content["draft"]), _cost(content["cost"]), tuple(content["once"]), accepted, pair, retrieved)

@@ -160,9 +160,14 @@ class Draft:
         if self.policy == "ngram" and (self.cheaper or self.model):
             raise ValueError("ngram drafts without a model: depth, channels, weights and model do not go with it")
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether what it drafts can be taken for a text without verification (`mode=sparse`)."""
+        return not (self.policy == "ngram" or self.model or self.depth < 1)
+
     def check_unverified(self) -> None:
         """Raises ValueError where the draft's text cannot stand for itself (`mode=sparse`)."""
-        if self.policy == "ngram" or self.model or self.depth < 1:
+        if not self.stands_alone:
             raise ValueError("mode sparse takes a selection or activation sparsity, no other draft")
 
     @property

@@ -125,6 +125,22 @@ def test_a_profile_of_something_else_is_refused_by_name(
     assert "cannot be read" in plan(capsys, *words[:-1], str(tmp_path / "none.json"), code=2)
 
 
+def test_without_verification_a_draft_needs_a_retrieval_test_that_it_passed(
+    calibrated: Path, tiny_model: Path, archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(calibrated.read_text())
+    words = ["--input", str(archive), "--model", str(tiny_model), "--mode", "sparse"]
+    assert main(words, "plan.py", dry=True) == 0
+    assert "nothing shows that its texts hold what is asked for" in capsys.readouterr().err
+    assert "holds no retrieval test of this draft" in plan(capsys, *words, "--profile", str(calibrated), code=2)
+    for sparse, code in ((20, 2), (29, 0)):
+        content["drafts"][0]["retrieved"] = [{"context": 200, "asked": 32, "dense": 30, "sparse": sparse}]
+        tried = tmp_path / f"{sparse}.json"
+        tried.write_text(json.dumps(content))
+        told = plan(capsys, *words, "--profile", str(tried), code=code)
+        assert not code or "it found 20 of the 30 answers that the dense loop found, of 32" in told
+
+
 def test_where_nothing_fits_a_plan_says_what_would_help(
     calibrated: Path, tiny_model: Path, archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,19 @@ from transformers import Qwen2VLConfig
 
 from std_core.account import Account
 from std_core.devices import NAMED, PUBLISHED, device_at_hand, published, published_name, unmeasured, whole_account
-from std_core.profile import VERSION, Accepted, Cost, Device, Profile, Step, Tried, from_json, non_negative, to_json
+from std_core.profile import (
+    VERSION,
+    Accepted,
+    Cost,
+    Device,
+    Profile,
+    Retrieved,
+    Step,
+    Tried,
+    from_json,
+    non_negative,
+    to_json,
+)
 from std_core.types import Draft
 
 ACCOUNT = Account(2, 64, 128, 4, 2, 16, 100, parameters=1000)
@@ -23,7 +35,13 @@ PROFILE = Profile(
     (0.1, 1e-4, 1e-9),
     1e-5,
     (
-        Tried(Draft("std"), Cost(), (1e-3, 1e-6), (Accepted(512, "caption", 9, 1), Accepted(8192, "caption", 6, 4))),
+        Tried(
+            Draft("std"),
+            Cost(),
+            (1e-3, 1e-6),
+            (Accepted(512, "caption", 9, 1), Accepted(8192, "caption", 6, 4)),
+            retrieved=(Retrieved(512, 32, 30, 29), Retrieved(8192, 32, 28, 12)),
+        ),
         Tried(
             Draft("specvlm", model="x"), Cost(), (0, 0), (Accepted(512, "question", 1, 1),), replace(ACCOUNT, layers=1)
         ),
@@ -57,6 +75,11 @@ def test_a_column_of_zeros_gets_no_weight() -> None:
 
 def test_a_profile_is_its_json() -> None:
     assert from_json(json.loads(json.dumps(to_json(PROFILE)))) == PROFILE
+
+
+def test_a_draft_has_to_find_nearly_all_that_its_model_finds() -> None:
+    assert Retrieved(512, 32, 30, 27).enough and not Retrieved(512, 32, 30, 26).enough
+    assert not Retrieved(512, 32, 15, 15).enough  # a model that finds little tells nothing of its draft
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -12,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -28,7 +27,7 @@ from pipeline.frames import Limits, decode
 from pipeline.probe import probe
 from pipeline.sampling import plan_frames
 from pipeline.types import FrameOptions, FramePlan, Frames, RequestError, VideoInfo
-from pipeline.workers import Worker, close_workers, give_worker, take_worker
+from pipeline.workers import Outcome, Worker, close_workers, give_worker, take_worker
 from std_core.types import Geometry
 
 RATE, HEIGHT, WIDTH = 24, 96, 128
@@ -418,18 +417,21 @@ def test_a_decoding_process_may_be_killed_at_any_moment(
     with monkeypatch.context() as patch:
         if when == "starting":
             patch.setattr(sys, "executable", "/bin/false")
-        else:
+        elif when == "idle":
             worker = take_worker()
-            kill = partial(os.kill, worker.process.pid, signal.SIGKILL)
-            if when == "idle":
-                give_worker(worker)
-                kill()
-                worker.process.wait()
-                noticed = iter([True])  # not yet
-                patch.setattr(Worker, "alive", property(lambda self: next(noticed, self.process.poll() is None)))
-            else:
-                give_worker(worker)
-                threading.Timer(0.5, kill).start()
+            give_worker(worker)
+            worker.process.kill()
+            worker.process.wait()
+            noticed = iter([True])  # not yet
+            patch.setattr(Worker, "alive", property(lambda self: next(noticed, self.process.poll() is None)))
+        else:
+            run = Worker.run
+
+            def run_and_be_killed(self: Worker, *task: Any) -> Outcome:
+                threading.Timer(0.5, self.process.kill).start()
+                return run(self, *task)
+
+            patch.setattr(Worker, "run", run_and_be_killed)
         one = {"sleep": "stand_ins:sleep"} if when == "at work" else PYAV
         assert failure(stand_ins, info, plan, limits=replace(TIGHT, deadline=20), decoders=one).code == "decode_crashed"
     assert len(decode(str(stand_ins), info, plan).pts) == 4

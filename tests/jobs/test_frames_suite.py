@@ -20,6 +20,7 @@ def test_the_suite_at_a_small_size(capsys: pytest.CaptureFixture[str]) -> None:
         "2.0": {"gop_250", "gop_7"},
     }
     assert [figures["decoding"][fps]["gop_250"]["frames"] for fps in ("0.5", "2.0")] == [4, 20]
+    assert all(0 < peak < 100 for peak in figures["peak_memory_mb"].values())
     sixteen = figures["sixteen_frames"]
     assert sixteen["frames"] == 16
     assert sixteen["bytes"] < 1.2 * sixteen["file_bytes"]

@@ -58,9 +58,9 @@ class StubEngine:
 
     def _admit(self, request: Request, rows: deque[Request]) -> None:
         rows.append(request)
-        if self.begun:
+        if self.begun and not Path(self.begun).exists():  # nor has an engine before this one
             Path(self.begun).touch()
-            self.begun = ""
+        self.begun = ""
         if len(rows) > self.memory:
             raise torch.OutOfMemoryError(f"{len(rows)} requests where {self.memory} fit")
         if request.prompt == "kill":

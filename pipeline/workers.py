@@ -76,13 +76,12 @@ class Worker:
             status = self._line(deadline)
         except BrokenPipeError:
             status = b""
-        if not status:  # late, or the worker itself is gone
-            late = self.process.poll() is None
-            self.close()
-            if late:
-                return Outcome(error=("decode_timeout", f"it took longer than {deadline:.3g} s"))
-            return Outcome(error=("decode_crashed", "its process was killed"))
-        return self._outcome(int(status), job)
+        if status:
+            return self._outcome(int(status), job)
+        self.close()
+        if status is None:
+            return Outcome(error=("decode_timeout", f"it took longer than {deadline:.3g} s"))
+        return Outcome(error=("decode_crashed", "its process was killed"))
 
     @property
     def alive(self) -> bool:
@@ -99,11 +98,11 @@ class Worker:
                 pipe.close()
         os.close(self.memory)
 
-    def _line(self, seconds: float) -> bytes:
-        """The worker's next line; empty if it ended, or none came in time."""
+    def _line(self, seconds: float) -> bytes | None:
+        """The worker's next line; empty if it ended, None if none came in time."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        return self.process.stdout.readline() if ready else b""
+        return self.process.stdout.readline() if ready else None
 
     def _outcome(self, status: int, job: Job) -> Outcome:
         code = os.waitstatus_to_exitcode(status)

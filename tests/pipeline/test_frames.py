@@ -407,9 +407,9 @@ def test_failures_leave_nothing_behind(stand_ins: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("when", ["starting", "idle", "at work"])
+@pytest.mark.parametrize("when", ["starting", "idle", "at work", "ending"])
 def test_a_decoding_process_may_be_killed_at_any_moment(
-    stand_ins: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """By a system that runs out of memory, say. It costs the attempt, and is told from a decoder's own failure."""
     info, plan = planned(stand_ins)
@@ -417,6 +417,10 @@ def test_a_decoding_process_may_be_killed_at_any_moment(
     with monkeypatch.context() as patch:
         if when == "starting":
             patch.setattr(sys, "executable", "/bin/false")
+        elif when == "ending":  # its pipes are closed a moment before it is gone
+            (tmp_path / "ending").write_text("#!/bin/sh\necho ready\nread job\nexec >&-\nexec sleep 60\n")
+            (tmp_path / "ending").chmod(0o755)
+            patch.setattr(sys, "executable", str(tmp_path / "ending"))
         elif when == "idle":
             worker = take_worker()
             give_worker(worker)

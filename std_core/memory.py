@@ -41,6 +41,7 @@ def terms(
         "draft_kv": slots * _view(account, load, draft, pair, behind),
         "prefill": _chunk(account, load),
         "vision": load.visual * account.patches * account.tower_width * TOWER_LIVE * account.weight_bytes,
+        "round": slots * (gamma + 1) * _live(account),
         "logits": slots * (gamma + 1) * account.vocabulary * SCORES * COPIES,
     }
 
@@ -76,6 +77,12 @@ def _view(account: Account, load: Load, draft: Draft | None, pair: Account | Non
 def _chunk(account: Account, load: Load) -> float:
     """Activations of one layer, and where a selection is made, one layer's attention of the question."""
     tokens = min(load.chunk, load.context)
-    live = 4 * account.hidden + 3 * account.intermediate * account.experts + 2 * account.heads * account.head_dim
     question = min(tokens, load.context - load.visual)
-    return tokens * live * account.weight_bytes + account.heads * question * load.visual * SCORES
+    return tokens * _live(account) + account.heads * question * load.visual * SCORES
+
+
+def _live(account: Account) -> float:
+    """A token's activations in one layer. A captured round keeps those of its widest step, with its logits, in a pool of
+    its own for as long as it may be replayed."""
+    live = 4 * account.hidden + 3 * account.intermediate * account.experts + 2 * account.heads * account.head_dim
+    return live * account.weight_bytes

@@ -22,6 +22,9 @@ def test_known_answers_of_qwen2_vl_7b() -> None:
     assert found["kv"] == 8 * (32_256 + 1024) * 57_344  # in steps of 512: 63 × 512 and 769 entries behind the visual
     assert found["draft_kv"] == found["draft_weights"] == 0
     assert found["logits"] == 8 * 152_064 * 4 * 3
+    assert found["round"] == 8 * (4 * 3584 + 3 * 18944 + 2 * 28 * 128) * 2
+    drafted = terms(QWEN, LOAD, 8, Draft("std", gamma=5))
+    assert all(drafted[name] == 6 * found[name] for name in ("round", "logits"))  # the widest step, γ + 1 tokens
 
 
 def test_a_draft_has_its_own_entries_and_weights() -> None:

@@ -82,7 +82,7 @@ def _chunk(account: Account, load: Load) -> float:
 
 
 def _live(account: Account) -> float:
-    """A token's activations in one layer. A captured round keeps those of its widest step, with its logits, in a pool of
+    """A token's activations in one layer. A captured round keeps those of its widest step, and its logits, in a pool of
     its own for as long as it may be replayed."""
     live = 4 * account.hidden + 3 * account.intermediate * account.experts + 2 * account.heads * account.head_dim
     return live * account.weight_bytes

@@ -88,7 +88,7 @@ def test_a_request_that_kills_its_engine_is_blamed_and_nobody_else() -> None:
 
 def test_a_request_that_hangs_its_engine_is_blamed_and_nobody_else() -> None:
     requests = [planned(0), planned(1, "hang")]
-    seen = Seen(requests, 1, engine_timeout=8.0).drive()
+    seen = Seen(requests, 1, engine_timeout=5.0).drive()
     assert seen.once() and seen.errors == {"hang": "engine_timeout"}
     assert seen.deaths <= 4
 
@@ -97,11 +97,6 @@ def test_a_full_memory_halves_the_slots_and_blames_nobody() -> None:
     seen = Seen([planned(i) for i in range(16)], 4).drive(partial(load_stub, memory=3))
     assert seen.once() and not seen.errors and seen.deaths == 1
     assert seen.flows[-1].suspects == 0
-
-
-def test_what_does_not_fit_alone_is_out_of_memory() -> None:
-    seen = Seen([planned(0)], 1).drive(partial(load_stub, memory=0))
-    assert seen.once() and seen.errors == {"?": "out_of_memory"}
 
 
 def crashing_decode(
@@ -142,11 +137,6 @@ def failing_load(path: str, **settings: object) -> None:
 def test_engines_that_never_start_end_the_run() -> None:
     with pytest.raises(RunError, match=r"while it started, 3 times in a row; .*resumes"):
         Seen([planned(0)], 1).drive(failing_load)
-
-
-def test_when_every_request_ends_its_engine_the_run_ends() -> None:
-    with pytest.raises(RunError, match="each of the first 3 requests ended its engine"):
-        Seen([planned(i, "kill") for i in range(9)], 1).drive()
 
 
 def test_a_refused_row_ends_the_run_and_leaves_nothing_running() -> None:

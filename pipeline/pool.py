@@ -59,8 +59,9 @@ class Pool:
         return not self._planned and not self._pool
 
     def begin(self, device: Device, engines: int) -> None:
-        """See `Waves`."""
+        """See `Waves`. Raises UsageError also where it is known by now that no request fits the device."""
         self.profile, self.setting = self._profile_on(device), replace(self.setting, engines=engines)
+        self._fill()
 
     @property
     def closed(self) -> bool:

@@ -137,7 +137,14 @@ def test_no_more_frames_are_pooled_than_so_many(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_where_nothing_fits_it_is_said_what_would_help() -> None:
-    seen = Seen(Made([[request(0, HUGE), failure(1)], [request(2, HUGE)]]))
+    """Before an engine is asked for, if all headers are read by then."""
+    listed: list[list[Found]] = [[request(0, HUGE), failure(1)], [request(2, HUGE)]]
+    with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
+        Seen(Made(listed))
+    made = Made(listed, ready=1)
+    seen = Seen(made)
+    assert seen.pool.take(hungry=True) is None
+    made.ready = 1
     with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
         seen.pool.take(hungry=True)
     with pytest.raises(UsageError, match="would help"):

@@ -45,7 +45,7 @@ class Engine:
     turn: int = 0
     setup: Setup | None = None
     lines: dict[int, deque[tuple[Request, Setup]]] = field(default_factory=dict)
-    ran: dict[str, Setup] = field(default_factory=dict)  # what every request ran with
+    ran: dict[str, Setup] = field(default_factory=dict)  # what every request ran with last, in whichever engine
     seated: list[Request] = field(default_factory=list)
     out: deque[Result | Gone] = field(default_factory=deque)
     steps: int = 0
@@ -54,6 +54,8 @@ class Engine:
     peers: set[str] = field(default_factory=set)  # everybody it was ever handed
 
     def step(self, rng: random.Random, memory: int) -> None:
+        if self.over:
+            return
         line = self.lines.get(self.turn, deque())
         if not line and not self.seated and self.turn + 1 in self.lines:
             self.turn += 1
@@ -64,7 +66,7 @@ class Engine:
             self.ran[request.request_id] = setup
         assert len({self.ran[r.request_id] for r in self.seated}) <= 1  # one turn after the other
         prompts = [request.prompt for request in self.seated]
-        if self.over or "hang" in prompts or not self.seated:
+        if "hang" in prompts or not self.seated:
             return
         self.steps += 1
         if len(self.seated) > memory:
@@ -88,6 +90,7 @@ class World:
         self.ranks = ranks
         self.rng, self.kills, self.faults, self.memory = random.Random(seed), kills, decode_faults, memory
         self.now = 0.0
+        self.ran: dict[str, Setup] = {}
         self.engines: list[Engine] = []
         self.spoilt: Counter[str] = Counter()
         self.most_held = 0
@@ -111,7 +114,7 @@ class World:
         return self._call(Frames(None, plan.times, 1.0, 0, 0, "none")), f"pixels of {info.uri}"  # type: ignore[arg-type]
 
     def start(self, slots: int) -> tuple[Engine, list[Call]]:
-        self.engines.append(Engine(slots))
+        self.engines.append(Engine(slots, ran=self.ran))
         return self.engines[-1], [self._call("node") for _ in range(self.ranks)]
 
     def run(self, engine: Engine) -> tuple[Engine, list[Call]]:
@@ -212,10 +215,9 @@ class Run:
         assert sorted(len(wave.requests) for wave, _ in self.waves.answered) == sorted(
             len(self.requests[i : i + 7]) for i in range(0, len(self.requests), 7)
         )
-        ran = {name: setup for engine in self.world.engines for name, setup in engine.ran.items()}
         for answer in self.rows:
             if not answer.result.error:
-                assert ran[answer.request.request_id].draft == answer.draft
+                assert self.world.ran[answer.request.request_id].draft == answer.draft
         assert (
             self.fleet.intake.nbytes == 0 and not self.fleet.handover.open and not self.fleet.handover.suspects.waiting
         )

@@ -385,7 +385,9 @@ def _browse(browser: str, port: int, folder: Path) -> tuple[str, Path]:
     """The page as the browser has it, and as it draws it. Whatever host it looks for is our server."""
     picture = folder / "page.png"
     words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder}/user"]
+    # what a browser asks for by itself, such as the time, is none of the page's
     words += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    words += ["--disable-features=NetworkTimeServiceQuerying,OptimizationHints,MediaRouter"]
     words += [f"--host-resolver-rules=MAP * 127.0.0.1:{port}", "--window-size=1000,4000"]
     page_at = f"http://127.0.0.1:{port}/page"
     subprocess.run([*words, f"--screenshot={picture}", page_at], check=True, capture_output=True, timeout=120)

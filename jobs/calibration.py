@@ -18,7 +18,6 @@ import retrieval
 from acceptance_subjects import Subject
 from decode_pairs import Clock, Pair, read_bandwidth
 from pipeline.config import Job, draft_of, model_path
-from pipeline.profile import account_of
 from pipeline.types import UsageError
 from std_core.account import Account
 from std_core.checkpoint import Checkpoint
@@ -72,7 +71,7 @@ def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Pr
     with tempfile.TemporaryDirectory() as folder:  # of a tiny model
         engine = subjects.engine_of(model, Path(folder), threads, dtype=dtype, device=device)
     here = measured_device(device, dtype)
-    found, account = _Found(), account_of(engine.checkpoint, dtype)
+    found, account = _Found(), engine.checkpoint.account(dtype)
     room = (grid.pairs + WARM) * (grid.tokens + max(d.gamma for d in grid.drafts) + 1) + 2
     if max(grid.contexts) + room > engine.checkpoint.max_model_len:
         raise UsageError(f"--contexts {max(grid.contexts)} is beyond the model's window")
@@ -234,7 +233,7 @@ def _draft_step(cell: _Cell, pair: Pair) -> Step:
     if draft.policy == "ngram":
         return cell.step(0.0, 1, 0.0, seconds)
     if draft.model:
-        account = account_of(Checkpoint.load(model_path(draft.model)), str(cell.engine.model.dtype).split(".")[1])
+        account = Checkpoint.load(model_path(draft.model)).account(str(cell.engine.model.dtype).split(".")[1])
     held = sum(row.kv_keep for row in pair.batch.rows if row is not None) / draft.depth
     entries = held * cell.context + cell.rows * _written(pair) / 2
     weights = account.weights_read(None if draft.model else draft, cell.rows)
@@ -274,7 +273,7 @@ def _prefill(seen: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def _pair(draft: Draft, dtype: str) -> Account | None:
-    return account_of(Checkpoint.load(model_path(draft.model)), dtype) if draft.model else None
+    return Checkpoint.load(model_path(draft.model)).account(dtype) if draft.model else None
 
 
 def _unions(engine: Engine, grid: Grid) -> tuple[tuple[float, int, float], ...]:

@@ -24,6 +24,7 @@ import demo_world as world
 from pipeline import read
 from pipeline.config import ROOT, Job, draft_of, parse_flags
 from pipeline.job import guarded, run_job
+from pipeline.surveying import Here
 
 SCENES = (3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8)
 SEED = 20_000  # of the first clip
@@ -86,7 +87,7 @@ def caption(jobs: list[Job]) -> list[dict[str, Any]]:
     from pipeline.run import cluster
 
     with cluster(jobs[0]):
-        return [run_job(job, world.CAPTION_PROMPTS[0]) for job in jobs]
+        return [run_job(job, world.CAPTION_PROMPTS[0], Here) for job in jobs]
 
 
 def show(rows: list[dict[str, Any]], stories: dict[str, tuple[world.Scene, ...]]) -> tuple[int, int]:

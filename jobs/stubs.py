@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import av
 import numpy as np
-import torch
 
 from pipeline.frames import Limits
 from pipeline.types import FramePlan, Frames, Item, Planned, VideoInfo, Wave
@@ -62,7 +62,7 @@ class StubEngine:
             Path(self.begun).touch()
         self.begun = ""
         if len(rows) > self.memory:
-            raise torch.OutOfMemoryError(f"{len(rows)} requests where {self.memory} fit")
+            raise MemoryError(f"{len(rows)} requests where {self.memory} fit")
         if request.prompt == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if request.prompt == "hang":
@@ -87,6 +87,16 @@ def decode_stub(uri: str, info: VideoInfo, plan: FramePlan, limits: Limits, seco
     time.sleep(seconds)
     pixels = np.zeros((len(plan.times), plan.height, plan.width, 3), np.uint8)
     return Frames(pixels, plan.times, plan.fps, 0, 0, "stub")
+
+
+def write_stub(path: Path, frames: int = 8) -> None:
+    """A second of grey, which only headers are read of."""
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=frames)
+        stream.width = stream.height = 64
+        for _ in range(frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((64, 64, 3), 128, np.uint8), "rgb24")))
+        container.mux(stream.encode())
 
 
 def planned(number: int, prompt: str = "?", video: str = "", frames: int = 4) -> Planned:

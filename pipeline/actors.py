@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -30,6 +29,13 @@ from std_core.types import Mode, Request, Result
 IDLE = 0.005  # s between two looks for a turn
 
 Load = Callable[..., Any]  # (path, **settings) → an engine: something like `std_core.engine.Engine`
+
+
+def load_engine(path: str, **settings: Any) -> Any:
+    """`std_core.engine.Engine.load`, imported where it runs: drivers do without PyTorch."""
+    from std_core.engine import Engine
+
+    return Engine.load(path, **settings)
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"feed": 1, "watch": 1})  # type: ignore[call-overload]
@@ -67,6 +73,8 @@ class EngineActor:
     ) -> None:
         """Appends requests to a turn's line, each with those of the frames `pixels`, (T, height, width, 3) uint8, that
         are its own."""
+        import torch  # the engine's process has it
+
         frames, line = torch.from_numpy(pixels), self.lines.setdefault(turn, queue.SimpleQueue())
         for request, own in zip(requests, numbers, strict=True):
             line.put(replace(request, frames=frames if len(own) == len(frames) else frames[list(own)]))
@@ -81,6 +89,8 @@ class EngineActor:
         Raises:
             RequestError: `out_of_memory`.
         """
+        import torch
+
         try:
             for turn in itertools.count():
                 for result in self._turn(turn, mode, leads):
@@ -138,7 +148,7 @@ def remote_device() -> Device:
 
 def device_of(device: str) -> Device:
     """What engines run on: `cpu`, which is taken to be as here, or `cuda`, which is asked where it is."""
-    if device == "cpu" or torch.cuda.is_available():
+    if device == "cpu":
         return device_at_hand(device)
     return ray.get(remote_device.options(num_gpus=1).remote())
 

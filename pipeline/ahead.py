@@ -7,11 +7,23 @@ import queue
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 WAIT = 5.0  # s for a thread to end
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Source(Protocol[T_co]):
+    """What is made elsewhere, and taken once it is there."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether everything was made and taken."""
+
+    def take(self, seconds: float = 0.0) -> T_co | None:
+        """The next thing; None if there is none within so many seconds. Raises what its making raised."""
 
 
 class _Closed(Exception):
@@ -31,7 +43,6 @@ class Ahead(Generic[T]):
 
     @property
     def closed(self) -> bool:
-        """Whether everything was made and taken."""
         return not self._thread.is_alive() and self._failure is None and self._made.empty()
 
     def take(self, seconds: float = 0.0) -> T | None:

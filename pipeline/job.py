@@ -7,42 +7,40 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline import dryrun, rows
-from pipeline.ahead import Ahead
 from pipeline.choice import setting_of
-from pipeline.config import DEFAULT_PROMPT, Job, draft_of, model_path, parse_job
+from pipeline.config import DEFAULT_PROMPT, Job, draft_of, parse_job
 from pipeline.ledger import LeaseLost
 from pipeline.pool import Pool, fitting
-from pipeline.prepare import Failed, Found, Requests, found, manifest_of, window_of
+from pipeline.prepare import Failed
 from pipeline.profile import profile_for, unfit_alone
 from pipeline.progress import Watch
 from pipeline.schedule import History, plan
 from pipeline.sink import Output, open_output
+from pipeline.survey import Apart, Facts, Surveyor
 from pipeline.types import Answer, Planned, RequestError, RunError, UsageError, Wave
-from std_core.checkpoint import Checkpoint
-from std_core.devices import device_at_hand
-from std_core.ranks import undividable
-from std_core.types import Draft
-
-MADE = 4  # batches of headers that are read ahead
 
 
-def main(argv: Sequence[str], prog: str, default_prompt: str = DEFAULT_PROMPT, dry: bool = False) -> int:
+def main(
+    argv: Sequence[str],
+    prog: str,
+    default_prompt: str = DEFAULT_PROMPT,
+    dry: bool = False,
+    survey: Callable[[Job, Sequence[str]], Surveyor] = Apart,
+) -> int:
     """Runs a job, prints its JSON as the last line of standard output, and returns the exit code.
 
     Args:
         default_prompt: asked where neither the command line nor the input asks anything.
         dry: only plans, and needs no output.
+        survey: see `run_job`.
     """
-    return guarded(prog, lambda: _main(argv, prog, default_prompt, dry))
+    return guarded(prog, lambda: _main(argv, prog, default_prompt, dry, survey))
 
 
 def guarded(prog: str, work: Callable[[], int]) -> int:
@@ -65,38 +63,19 @@ def _say(prog: str, sentence: str, code: int) -> int:
     return code
 
 
-def _main(argv: Sequence[str], prog: str, default_prompt: str, dry: bool) -> int:
+def _main(
+    argv: Sequence[str],
+    prog: str,
+    default_prompt: str,
+    dry: bool,
+    survey: Callable[[Job, Sequence[str]], Surveyor],
+) -> int:
     job = parse_job(argv, prog, needs=("input",) if dry else ("input", "output"))
     if dry or job.dry_run:
         return plan_job(job, default_prompt)
-    result = run_job(job, default_prompt)
+    result = run_job(job, default_prompt, survey)
     print(json.dumps(result), flush=True)
     return 3 if result["errors"] > job.max_error_fraction * result["requests"] else 0
-
-
-def load(job: Job) -> Checkpoint:
-    """The job's checkpoint, without weights. Raises UsageError where it cannot be loaded, takes no video or cannot be
-    shared by so many GPUs."""
-    try:
-        checkpoint = Checkpoint.load(model_path(job.model))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if not checkpoint.takes_video:
-        raise UsageError(f"model {job.model!r} is a {checkpoint.config.model_type}, which takes no video")
-    if why := undividable(checkpoint.config, job.tensor_parallel_size):
-        raise UsageError(f"--tensor-parallel-size is {job.tensor_parallel_size}: {why}")
-    return checkpoint
-
-
-def draft_for(job: Job, checkpoint: Checkpoint) -> Draft | None:
-    """The job's draft, if it can draft for the job's model. Raises UsageError."""
-    draft = draft_of(job)
-    if draft is not None and draft.model:
-        try:
-            Checkpoint.load(model_path(draft.model)).check_drafts_for(checkpoint)
-        except ValueError as error:
-            raise UsageError(f"--draft {job.draft}: {error}") from error
-    return draft
 
 
 def prompts_of(job: Job, default_prompt: str) -> tuple[str, ...]:
@@ -113,13 +92,12 @@ def prompts_of(job: Job, default_prompt: str) -> tuple[str, ...]:
 
 
 def plan_job(job: Job, default_prompt: str) -> int:
-    """Prints what the job would do; the last line is JSON."""
-    checkpoint = load(job)
-    draft, _ = draft_for(job, checkpoint), window_of(job, checkpoint)  # what is wrong for a run is wrong for its plan
-    outlook = outlook_of(job, checkpoint, draft)
-    manifest = manifest_of(job, prompts_of(job, default_prompt))
-    requests = Requests(islice(manifest.items(), job.limit), job, checkpoint.revision, set())
-    every = [one for batch in found(requests.without_row(frozenset()), job, checkpoint) for one in batch]
+    """Prints what the job would do; the last line is JSON. What is wrong for a run is wrong for its plan."""
+    from pipeline.surveying import Survey  # needs PyTorch
+
+    survey = Survey(job, prompts_of(job, default_prompt))
+    outlook = outlook_of(job, survey.facts)
+    every = [one for batch in survey.found() for one in batch]
     failed = [one for one in every if isinstance(one, Failed)]
     planned: list[Planned] = []
     for one in fitting([one for one in every if isinstance(one, Planned)], outlook.profile, outlook.setting):
@@ -130,10 +108,9 @@ def plan_job(job: Job, default_prompt: str) -> int:
     return 0
 
 
-def outlook_of(job: Job, checkpoint: Checkpoint, draft: Draft | None) -> dryrun.Outlook:
+def outlook_of(job: Job, facts: Facts) -> dryrun.Outlook:
     """What a plan's times are made from. Raises UsageError for a profile that is none, or is of something else."""
-    here = device_at_hand("cuda" if torch.cuda.is_available() else "cpu")
-    profile = profile_for(job.profile, checkpoint, job.dtype, here)
+    profile, draft = profile_for(job.profile, facts.revision, job.dtype, facts.account, facts.device), draft_of(job)
     if job.mode == "sparse" and draft is not None and (why := unfit_alone(profile, draft)):
         if job.profile:
             raise UsageError(f"--mode sparse is refused: {why}")
@@ -145,48 +122,47 @@ def _waves(planned: Sequence[Planned], outlook: dryrun.Outlook) -> tuple[Wave, .
     return plan(planned, outlook.profile, History(), max(1, len(planned)), True, outlook.setting)
 
 
-def run_job(job: Job, default_prompt: str = DEFAULT_PROMPT, **driving: Any) -> dict[str, Any]:
-    """Answers what has no row yet, and returns the summary that it also writes to the output; `driving` are keywords of
-    `pipeline.run.drive`.
+def run_job(
+    job: Job,
+    default_prompt: str = DEFAULT_PROMPT,
+    survey: Callable[[Job, Sequence[str]], Surveyor] = Apart,
+    **driving: Any,
+) -> dict[str, Any]:
+    """Answers what has no row yet, and returns the summary that it also writes to the output.
+
+    Args:
+        survey: where the input is read; `pipeline.surveying.Here` in a process that has PyTorch loaded anyway.
+        driving: keywords of `pipeline.run.drive`.
 
     Raises:
         UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended early and resumes.
     """
-    began = time.monotonic()
-    checkpoint = load(job)
-    draft = draft_for(job, checkpoint)
-    window = window_of(job, checkpoint)
-    setting = outlook_of(job, checkpoint, draft).setting  # what is wrong with a profile is said before anything starts
-    profile_on = partial(profile_for, job.profile, checkpoint, job.dtype)
-    manifest = manifest_of(job, prompts_of(job, default_prompt))
-    options: dict[str, Any] = {"retry_failed": job.retry_failed, "rows_per_part": job.rows_per_part}
-    with (
-        open_output(job.output, manifest.input_schema, **options) as output,
-        Watch(job.output, rows.about(job, draft), lambda: output.new) as watch,
-    ):
-        requests = Requests(islice(manifest.items(), job.limit), job, checkpoint.revision, set())
-        recorder = _Recorder(output, rows.Provenance(job, checkpoint.revision, draft), watch)
-        before = set(output.done) & output.failed  # error rows that stay
-        pending = watch.pending(requests.without_row(frozenset(output.done)))
-        decoded = 0
-        with Ahead[list[Found]](lambda put: _each(put, found(pending, job, checkpoint)), MADE) as ahead:
-            pool = Pool(ahead, recorder.failed, watch.handed_out, profile_on, setting)
+    began, draft = time.monotonic(), draft_of(job)
+    with survey(job, prompts_of(job, default_prompt)) as surveyor:
+        facts = surveyor.facts
+        setting = outlook_of(job, facts).setting  # what is wrong with a profile is said before anything starts
+        profile_on = partial(profile_for, job.profile, facts.revision, job.dtype, facts.account)
+        options: dict[str, Any] = {"retry_failed": job.retry_failed, "rows_per_part": job.rows_per_part}
+        with (
+            open_output(job.output, facts.input_schema, **options) as output,
+            Watch(job.output, rows.about(job, draft), lambda: output.new) as watch,
+        ):
+            recorder = _Recorder(output, rows.Provenance(job, facts.revision, draft), watch)
+            found = watch.counting(surveyor.begin(output.done, output.done & output.failed))
+            pool = Pool(found, recorder.failed, watch.handed_out, profile_on, setting)
+            decoded = 0
             while pool.waiting():
                 watch.reading()
             if not pool.empty:
                 from pipeline.run import drive  # starts Ray's machinery, which a run without work does without
 
-                decoded = drive(job, pool, window, recorder.answered, watch, tick=output.flush_due, **driving)
-        output.flush()
-        errors = len(before & requests.ids) + recorder.errors
-        result = rows.summary(len(requests.ids), errors, output.totals, time.monotonic() - began, decoded)
-        output.write_summary(result)
+                decoded = drive(job, pool, facts.window, recorder.answered, watch, tick=output.flush_due, **driving)
+            output.flush()
+            closing = surveyor.closing
+            errors = closing.failed + recorder.errors
+            result = rows.summary(closing.requests, errors, output.totals, time.monotonic() - began, decoded)
+            output.write_summary(result)
     return result
-
-
-def _each(put: Callable[[list[Found]], None], batches: Iterable[list[Found]]) -> None:
-    for batch in batches:
-        put(batch)
 
 
 class _Recorder:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from pipeline.ahead import Ahead
+from pipeline.ahead import Source
 from pipeline.choice import Setting
 from pipeline.history import History
 from pipeline.prepare import Failed, Found, Pending
@@ -32,7 +32,7 @@ class Pool:
 
     def __init__(
         self,
-        found: Ahead[list[Found]],
+        found: Source[list[Found]],
         failed: Callable[[Failed], None],
         handed: Callable[[Wave], None],
         profile_on: Callable[[Device], Profile],

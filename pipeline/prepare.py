@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline import storage
 from pipeline.config import Job, draft_of
@@ -18,7 +18,9 @@ from pipeline.probe import probe
 from pipeline.sampling import plan_frames
 from pipeline.types import Item, Planned, RequestError, UsageError, VideoInfo
 from pipeline.windows import Window, windows
-from std_core.checkpoint import Checkpoint
+
+if TYPE_CHECKING:  # the records here are a driver's too, which does without PyTorch
+    from std_core.checkpoint import Checkpoint
 
 FIRST, MOST = 64, 1024  # requests that are looked at together
 LOOKS = 16  # videos whose headers are read at the same time

@@ -8,12 +8,9 @@ from dataclasses import replace
 from pipeline import storage
 from pipeline.types import RequestError, UsageError
 from std_core.account import Account
-from std_core.checkpoint import Checkpoint
-from std_core.devices import unmeasured, whole_account
+from std_core.devices import unmeasured
 from std_core.profile import Device, Profile, from_json, to_json
 from std_core.types import Draft
-
-BYTES = {"float32": 4.0, "bfloat16": 2.0}
 
 
 def write_profile(uri: str, profile: Profile) -> None:
@@ -49,24 +46,20 @@ def check(profile: Profile, uri: str, model: str, dtype: str, device: Device) ->
         raise UsageError(f"--profile {uri!r} is {what}: jobs/calibrate.py measures what is at hand")
 
 
-def account_of(checkpoint: Checkpoint, dtype: str) -> Account:
-    """Weights and cache are in the same precision."""
-    return whole_account(checkpoint.config, BYTES[dtype], BYTES[dtype])
-
-
-def profile_for(uri: str, checkpoint: Checkpoint, dtype: str, at_hand: Device) -> Profile:
+def profile_for(uri: str, model: str, dtype: str, account: Account, at_hand: Device) -> Profile:
     """What was measured, or without a profile what is published of the device at hand.
 
     Args:
         uri: empty where none was given.
+        model: its checkpoint's revision.
 
     Raises:
         UsageError: the profile cannot be read, or is of another version, model, precision or device.
     """
     if not uri:
-        return unmeasured(at_hand, account_of(checkpoint, dtype), checkpoint.revision, dtype)
+        return unmeasured(at_hand, account, model, dtype)
     profile = read_profile(uri)
-    check(profile, uri, checkpoint.revision, dtype, at_hand)
+    check(profile, uri, model, dtype, at_hand)
     return profile
 
 

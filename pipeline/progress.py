@@ -6,14 +6,15 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from pipeline.ahead import Source
 from pipeline.flow import Flow
 from pipeline.metrics import Instruments, Metrics
 from pipeline.report_runs import RunLog
@@ -24,7 +25,7 @@ WINDOW = 60.0  # s over which speed is told
 SAVE = 60.0  # s between two saves of the run's record, for runs that are killed
 PHASES = ("vision", "prefill", "decode")
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Sized)
 
 
 @dataclass
@@ -83,16 +84,24 @@ class Watch:
         self._log, self._written = RunLog(output, dict(about)), written
         self._screen = Screen(console or Console(file=sys.stderr))
         self._metrics: Metrics | None = None
-        self._known, self._closed = 0, False  # requests without a row that were seen, and whether that is all
+        self._found: Counted[Any] | None = None
         self._recent: deque[tuple[float, int, int]] = deque()  # s, answered, tokens
         self._told = self._saved = self._seconds()
 
-    def pending(self, requests: Iterable[T]) -> Iterator[T]:
-        """The same, counted as they pass, in whichever thread."""
-        for request in requests:
-            self._known += 1
-            yield request
-        self._closed = True
+    def counting(self, found: Source[T]) -> Source[T]:
+        """The same batches of requests without a row, counted as they pass."""
+        self._found = Counted(found)
+        return self._found
+
+    @property
+    def _known(self) -> int:
+        """Requests without a row that were seen."""
+        return self._found.count if self._found else 0
+
+    @property
+    def _closed(self) -> bool:
+        """Whether that is all."""
+        return self._found is not None and self._found.closed
 
     def reading(self) -> None:
         """To be called while there is nothing yet that could run."""
@@ -185,6 +194,25 @@ class Watch:
 
     def _seconds(self) -> float:
         return self._clock() - self._began
+
+
+@dataclass
+class Counted(Generic[T]):
+    """A source of batches that counts what is in them."""
+
+    source: Source[T]
+    count: int = 0
+
+    @property
+    def closed(self) -> bool:
+        """See `Source`."""
+        return self.source.closed
+
+    def take(self, seconds: float = 0.0) -> T | None:
+        """See `Source`."""
+        batch = self.source.take(seconds)
+        self.count += len(batch) if batch is not None else 0
+        return batch
 
 
 @dataclass

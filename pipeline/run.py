@@ -13,7 +13,7 @@ import ray
 import ray.util.metrics
 
 from pipeline import frames
-from pipeline.actors import Load, RayHands, device_of
+from pipeline.actors import Load, RayHands, device_of, load_engine
 from pipeline.config import ROOT, Job
 from pipeline.decoding import Decode
 from pipeline.fleet import Emit, Fleet
@@ -22,7 +22,6 @@ from pipeline.handover import Handover
 from pipeline.hands import Waves
 from pipeline.intake import Intake
 from pipeline.types import RunError
-from std_core.engine import Engine
 
 STARTS = 3  # tries to start Ray on this machine
 
@@ -45,7 +44,7 @@ def drive(
     watch: Watcher,
     *,
     tick: Callable[[], None] = lambda: None,
-    load: Load = Engine.load,
+    load: Load = load_engine,
     decode: Decode = frames.decode,
 ) -> int:
     """Runs the waves in their order.

@@ -6,7 +6,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import torch
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.video_utils import VideoMetadata
 
+from std_core.account import Account
 from std_core.families import FAMILIES, Family, refusal, sees, writer_of
 from std_core.types import Geometry, Request, RequestError
 
 WHOLE = 64 << 20  # bytes; files above it enter a folder's hash by size, first and last MiB
-
-
+BYTES = {"float32": 4.0, "bfloat16": 2.0}
 TAIL = 64  # of a prompt without visual tokens: what lies before its last 64 takes their part in a selection
 
 
@@ -114,6 +115,10 @@ class Checkpoint:
     def max_model_len(self) -> int:
         """The window: prompt, visual tokens and what is written, together."""
         return int(self.config.get_text_config().max_position_embeddings)
+
+    def account(self, dtype: str) -> Account:
+        """Sizes of the whole model, with weights and cache in a precision."""
+        return whole_account(self.config, BYTES[dtype], BYTES[dtype])
 
     def render(self, prompt: str, videos: int = 1, images: int = 0) -> str:
         """The chat template around a prompt with its videos, then its images, before it; without a template the prompt
@@ -237,6 +242,23 @@ def _checked(inputs: Inputs, images: bool, videos: bool) -> Inputs:
                 "invalid_request", f"the prompt holds the model's placeholder for {name}s, and no {name} is shown"
             )
     return inputs
+
+
+def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> Account:
+    """An account with the sizes of the whole model, which is built without storage."""
+    with torch.device("meta"):
+        writer: Callable[[Any], Any] = writer_of(config)  # type: ignore[assignment]
+        hf = writer(config)
+    text = {id(p) for part in (hf.get_decoder(), hf.get_output_embeddings()) for p in part.parameters()}
+    sizes = [(id(p) in text, p.numel()) for p in hf.parameters()]
+    vision = getattr(config, "vision_config", None)
+    return replace(
+        Account.of(config, weight_bytes, kv_bytes),
+        parameters=sum(size for _, size in sizes),
+        tower=sum(size for is_text, size in sizes if not is_text) if vision else 0,
+        tower_width=(getattr(vision, "embed_dim", None) or vision.hidden_size) if vision else 0,
+        patches=getattr(vision, "spatial_merge_size", 1) ** 2 if vision else 1,
+    )
 
 
 def source_of(path: str) -> dict[str, Any]:

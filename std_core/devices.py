@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from std_core.account import Account
-from std_core.families import writer_of
 from std_core.profile import Accepted, Cost, Device, Profile, Tried
 from std_core.types import Draft
 
@@ -47,26 +41,11 @@ CPU_BANDWIDTH, CPU_FLOPS = 2e10, 5e11  # of a machine that nobody has measured
 DISTANT = 2048  # tokens
 
 
-def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> Account:
-    """An account with the sizes of the whole model, which is built without storage."""
-    with torch.device("meta"):
-        writer: Callable[[Any], Any] = writer_of(config)  # type: ignore[assignment]
-        hf = writer(config)
-    text = {id(p) for part in (hf.get_decoder(), hf.get_output_embeddings()) for p in part.parameters()}
-    sizes = [(id(p) in text, p.numel()) for p in hf.parameters()]
-    vision = getattr(config, "vision_config", None)
-    return replace(
-        Account.of(config, weight_bytes, kv_bytes),
-        parameters=sum(size for _, size in sizes),
-        tower=sum(size for is_text, size in sizes if not is_text) if vision else 0,
-        tower_width=(getattr(vision, "embed_dim", None) or vision.hidden_size) if vision else 0,
-        patches=getattr(vision, "spatial_merge_size", 1) ** 2 if vision else 1,
-    )
-
-
 def device_at_hand(device: str) -> Device:
     """`cpu` or a CUDA device; bandwidth and peak as published, where its name is known."""
     if device != "cpu":
+        import torch  # a driver plans with devices that are elsewhere, and without it
+
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
         known = published_name(name)
         _, bandwidth, _, flops = PUBLISHED[known] if known else ((), 1e12, 0, 1e14)

@@ -18,14 +18,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import demo_world as world
 from pipeline import flow
 from pipeline.config import Job, parse_flags
 from pipeline.flow import Flow
 from pipeline.job import run_job
 from pipeline.run import cluster, drive, engine_share
 from pipeline.types import Answer, UsageError
-from stubs import Listed, decode_stub, load_stub, planned
+from stubs import Listed, decode_stub, load_stub, planned, write_stub
 
 LINKS = 20_000  # names per file, at most, in the manifest's archive
 
@@ -140,16 +139,17 @@ def _manifest(flags: Flags) -> dict[str, Any]:
         "first_wave_seconds": round(waited, 1),
         "driver_megabytes": round(_memory()),
         "driver_megabytes_before": round(before),
+        "survey_megabytes": round(_memory(resource.RUSAGE_CHILDREN)),
     }
 
 
 def _archive(flags: Flags, folder: Path) -> str:
     """A manifest of rows on one clip under many names."""
-    count, clip = min(flags.videos, flags.manifest), world.write_clip(0, 1)[1]
+    count = min(flags.videos, flags.manifest)
     for number in range(count):
         original = folder / f"{number // LINKS}.original"
         if number % LINKS == 0:
-            original.write_bytes(clip)
+            write_stub(original)
         os.link(original, folder / f"{number}.mp4")
     rows = range(flags.manifest)
     videos = [str(folder / f"{number * count // flags.manifest}.mp4") for number in rows]
@@ -158,6 +158,6 @@ def _archive(flags: Flags, folder: Path) -> str:
     return str(folder / "manifest.parquet")
 
 
-def _memory() -> float:
-    """The most that this process has had, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def _memory(whose: int = resource.RUSAGE_SELF) -> float:
+    """The most that this process has had, or one that it started and that is over, in MB."""
+    return resource.getrusage(whose).ru_maxrss / 1024

@@ -8,6 +8,7 @@ import pytest
 from pipeline import read
 from pipeline.config import parse_job
 from pipeline.job import main, run_job
+from pipeline.surveying import Here
 
 ROWS = """clip,ask,split
 videos/good-0.mp4,How many?,train
@@ -24,7 +25,7 @@ def test_questions_are_answered_and_their_columns_carried(
     (tmp_path / "rows.csv").write_text(ROWS)
     words = ["--input", str(tmp_path / "rows.csv"), "--output", str(tmp_path / "out"), "--model", str(tiny_model)]
     columns = ["--video-column", "clip", "--question-column", "ask", "--max-tokens", "8"]
-    summary = run_job(parse_job([*words, *columns], "test"), "")
+    summary = run_job(parse_job([*words, *columns], "test"), "", survey=Here)
     assert (summary["requests"], summary["errors"], summary["videos_decoded"]) == (5, 2, 2)
     found = {(Path(row["clip"]).name, row["prompt"]): row for row in read(str(tmp_path / "out")).to_pylist()}
     assert found["good-0.mp4", "Which?"]["split"] == "test"

@@ -17,6 +17,7 @@ from pipeline import job as job_module
 from pipeline import read
 from pipeline.config import ROOT, parse_job
 from pipeline.job import run_job
+from pipeline.surveying import Here
 from pipeline.types import RunError
 
 SCRIPT = ROOT / "jobs" / "caption_archive.py"
@@ -28,7 +29,7 @@ def run(tiny_model: Path, ray_cluster: None) -> Any:
 
     def start(source: object, output: object, *words: str, prompt: str = "Describe this video.") -> dict[str, Any]:
         flags = ["--input", str(source), "--output", str(output), "--model", str(tiny_model), "--max-tokens", "8"]
-        return run_job(parse_job([*flags, *words], "test"), prompt)
+        return run_job(parse_job([*flags, *words], "test"), prompt, survey=Here)
 
     return start
 
@@ -252,8 +253,9 @@ WRONG = {
 PROBE = """
 import json, sys
 from pipeline.job import main
+from pipeline.surveying import Here
 for words in json.load(sys.stdin):
-    print("code", main(words, "test"), "ray" in sys.modules, flush=True)
+    print("code", main(words, "test", survey=Here), "ray" in sys.modules, flush=True)
     print("end", file=sys.stderr, flush=True)
 """
 

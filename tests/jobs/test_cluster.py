@@ -18,6 +18,7 @@ import pytest
 from pipeline import read
 from pipeline.config import ROOT, parse_job
 from pipeline.job import run_job
+from pipeline.surveying import Here
 
 RAY = Path(sys.executable).with_name("ray")
 COLUMNS = ("video_uri", "prompt", "text", "status", "num_prompt_tokens", "num_visual_tokens", "request_id")
@@ -84,7 +85,7 @@ def test_real_footage_has_no_error_row(ray_cluster: None, tmp_path: Path) -> Non
         shutil.copy(file, folder)
     assert len(list(folder.iterdir())) == 4
     flags = ["--input", str(folder), "--output", str(tmp_path / "out"), "--max-tokens", "16"]
-    summary: dict[str, Any] = run_job(parse_job(flags, "test"))
+    summary: dict[str, Any] = run_job(parse_job(flags, "test"), survey=Here)
     assert (summary["requests"], summary["errors"]) == (4, 0)
     rows = read(str(tmp_path / "out")).to_pylist()
     assert all(row["frames_lost"] == 0 and row["text"] for row in rows)

@@ -10,6 +10,7 @@ from pipeline import read
 from pipeline.config import ROOT, parse_job
 from pipeline.job import run_job
 from pipeline.report_runs import runs
+from pipeline.surveying import Here
 
 SCRIPT = ROOT / "jobs" / "report.py"
 
@@ -23,7 +24,7 @@ def test_a_run_into_a_bucket_and_its_report(
 ) -> None:
     (archive / "<script>alert(1)<script>.mp4").write_text("this is no video\n" * 100)
     words = ["--input", str(archive), "--output", f"{s3.bucket}/out", "--model", str(tiny_model), "--max-tokens", "8"]
-    summary = run_job(parse_job(words, "test"), "Describe this video.")
+    summary = run_job(parse_job(words, "test"), "Describe this video.", survey=Here)
     said = capsys.readouterr().err.splitlines()[-1]
     assert "7 answered (1 failed) of 7" in said and said.endswith("nothing left; 0 MB of frames")
     (run,) = runs(f"{s3.bucket}/out")

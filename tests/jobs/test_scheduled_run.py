@@ -10,7 +10,8 @@ import pytest
 from pipeline import read
 from pipeline.config import parse_job
 from pipeline.job import run_job
-from pipeline.profile import account_of, write_profile
+from pipeline.profile import write_profile
+from pipeline.surveying import Here
 from pipeline.types import UsageError
 from std_core.checkpoint import Checkpoint
 from std_core.devices import device_at_hand
@@ -35,7 +36,7 @@ def archive(tmp_path: Path, clips: list[bytes]) -> Path:
 def run(tiny_model: Path, archive: Path, tmp_path: Path, ray_cluster: None) -> Any:
     def start(name: str, *words: str) -> list[dict[str, Any]]:
         flags = ["--input", str(archive), "--output", str(tmp_path / name), "--model", str(tiny_model), *PROMPTS]
-        run_job(parse_job([*flags, "--max-tokens=6", "--max-num-seqs=1", *words], "test"))
+        run_job(parse_job([*flags, "--max-tokens=6", "--max-num-seqs=1", *words], "test"), survey=Here)
         return read(str(tmp_path / name)).to_pylist()
 
     return start
@@ -45,7 +46,7 @@ def profile_with_a_crossing(model: Path, context: float, device: str = "") -> Pr
     """A dense step takes its bytes' time, a draft step as long whatever the context: from `context` tokens on that
     pays."""
     checkpoint = Checkpoint.load(str(model))
-    account, here = account_of(checkpoint, "float32"), device_at_hand("cpu")
+    account, here = checkpoint.account("float32"), device_at_hand("cpu")
     there = type(here)(device or here.name, "cpu", BANDWIDTH, here.memory, here.flops)
     dense = account.step_bytes([context]) / BANDWIDTH
     std = Tried(Draft("std"), Cost(0.0, dense / 1.235), (0.0, 0.0), (Accepted(200, "caption", 90, 10),))

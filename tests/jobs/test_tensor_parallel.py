@@ -12,6 +12,7 @@ from pipeline import job as job_module
 from pipeline import read
 from pipeline.config import parse_job
 from pipeline.job import plan_job, run_job
+from pipeline.surveying import Here
 from pipeline.types import Answer, UsageError
 
 
@@ -19,7 +20,7 @@ from pipeline.types import Answer, UsageError
 def run(tiny_model: Path, archive: Path, tmp_path: Path, ray_cluster: None) -> Any:
     def start(name: str, *words: str) -> dict[str, str]:
         flags = ["--input", str(archive), "--output", str(tmp_path / name), "--model", str(tiny_model)]
-        run_job(parse_job([*flags, "--max-tokens", "8", *words], "test"))
+        run_job(parse_job([*flags, "--max-tokens", "8", *words], "test"), survey=Here)
         return {row["video_uri"]: row["text"] for row in read(str(tmp_path / name)).to_pylist()}
 
     return start

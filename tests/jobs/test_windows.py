@@ -8,6 +8,7 @@ import demo_world as world
 from pipeline import read
 from pipeline.config import parse_job
 from pipeline.job import run_job
+from pipeline.surveying import Here
 
 
 def test_every_window_gets_its_row(tiny_model: Path, ray_cluster: None, tmp_path: Path) -> None:
@@ -19,7 +20,7 @@ def test_every_window_gets_its_row(tiny_model: Path, ray_cluster: None, tmp_path
     flags = ["--input", str(tmp_path / "in"), "--output", output, "--model", str(tiny_model), "--max-tokens", "4"]
     flags += ["--window-seconds", "4", "--prompt", "Describe this video.", "--prompt", "How many scenes are there?"]
     job = parse_job(flags, "test")
-    summary = run_job(job)
+    summary = run_job(job, survey=Here)
     rows = read(output).to_pylist()
     assert (summary["requests"], summary["errors"], summary["videos_decoded"]) == (8, 2, 1)
     good = [row for row in rows if row["status"] != "error"]
@@ -28,5 +29,5 @@ def test_every_window_gets_its_row(tiny_model: Path, ray_cluster: None, tmp_path
     for row in good:
         assert row["frames_lost"] == 0 and row["num_visual_tokens"] == row["planned_visual_tokens"]
         assert all(row["video_start"] <= at < row["video_end"] for at in row["frame_pts"])
-    again = run_job(job)
+    again = run_job(job, survey=Here)
     assert (again["requests"], again["new"], again["videos_decoded"]) == (8, 0, 0)

@@ -41,6 +41,20 @@ class Clock:
         return self.now
 
 
+class Batches:
+    """A source of batches that are all there."""
+
+    def __init__(self, *batches: str):
+        self.left = list(batches)
+
+    @property
+    def closed(self) -> bool:
+        return not self.left
+
+    def take(self, seconds: float = 0.0) -> str | None:
+        return self.left.pop(0) if self.left else None
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -69,7 +83,8 @@ def test_a_tally_is_the_sum_of_its_rows() -> None:
 def test_lines_in_a_log_say_what_is_done_and_how_long_the_rest_takes(
     watch: Watch, clock: Clock, log: io.StringIO
 ) -> None:
-    assert list(watch.pending("abcdefgh")) == list("abcdefgh")
+    found = watch.counting(Batches("abc", "defgh"))
+    assert [found.take(), found.take(), found.take()] == ["abc", "defgh", None]
     clock.now += 5
     watch.look(Flow(decoding=2, waiting=3, engines=0, starting=1, nbytes=7_000_000))
     watch.row(failed("a", "not_a_video"))
@@ -87,8 +102,7 @@ def test_lines_in_a_log_say_what_is_done_and_how_long_the_rest_takes(
 
 
 def test_no_time_is_promised_while_more_requests_may_come(watch: Watch, clock: Clock, log: io.StringIO) -> None:
-    pending = watch.pending(["a", "b", "c"])
-    next(pending), next(pending)
+    watch.counting(Batches("ab", "c")).take()
     for name in "ab":
         watch.row(row(name))
         clock.now += 6
@@ -98,7 +112,8 @@ def test_no_time_is_promised_while_more_requests_may_come(watch: Watch, clock: C
 
 
 def test_a_long_reading_of_the_input_is_told(watch: Watch, clock: Clock, log: io.StringIO) -> None:
-    for _ in watch.pending("abc"):
+    found = watch.counting(Batches("a", "b", "c"))
+    while found.take() is not None:
         clock.now += 3
         watch.reading()
     assert log.getvalue().splitlines() == ["[6 s] reading the input: 2 requests"]
@@ -108,7 +123,7 @@ def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160)
     with Watch(str(tmp_path), {}, lambda: 0, console, clock) as watch:
-        list(watch.pending("ab"))
+        watch.counting(Batches("ab")).take()
         for name in "ab":
             watch.row(row(name))
             clock.now += 1

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import Qwen2VLConfig
 
 from std_core.account import Account
-from std_core.devices import NAMED, PUBLISHED, device_at_hand, published, published_name, unmeasured, whole_account
+from std_core.checkpoint import whole_account
+from std_core.devices import NAMED, PUBLISHED, device_at_hand, published, published_name, unmeasured
 from std_core.profile import (
     VERSION,
     Accepted,

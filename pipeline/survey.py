@@ -1,0 +1,158 @@
+"""What is known of a job before anything runs, and who finds it out: of its model without weights, of its input, of the
+requests that have no row yet. The work is `pipeline.surveying`'s; drivers let it be done in a process of its own, so
+that they need neither PyTorch nor transformers, and headers are read beside their work, not in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from multiprocessing.connection import Pipe
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pyarrow as pa
+
+from pipeline.ahead import Source
+from pipeline.config import ROOT, Job
+from pipeline.hands import RESUMES
+from pipeline.types import RunError
+from std_core.account import Account
+from std_core.profile import Device
+
+if TYPE_CHECKING:
+    from pipeline.prepare import Found
+
+# no folder of the user's may pass for this package: relative inputs keep the working directory what it is
+START = "import sys; sys.path[0] = sys.argv[1]; from pipeline.surveying import serve; serve(int(sys.argv[2]))"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a job's model and input.
+
+    Args:
+        revision: of the checkpoint.
+        window: tokens that a request may have in all.
+        account: of the whole model, in the job's precision.
+        device: where the input is read.
+        input_schema: as `Manifest` has it.
+    """
+
+    revision: str
+    window: int
+    account: Account
+    device: Device
+    input_schema: pa.Schema
+
+
+@dataclass(frozen=True)
+class Closing:
+    """Of an input, once it is read: its requests, those with a row included, and how many of them had a row that is
+    an error and stays."""
+
+    requests: int
+    failed: int
+
+
+class Surveyor(Protocol):
+    """Who finds it out: `Apart`, or `pipeline.surveying.Here`. A context manager; making one raises UsageError for what
+    is wrong with the model, the draft or the input."""
+
+    facts: Facts
+
+    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
+        """Reads the input, once.
+
+        Args:
+            done: fingerprints of the requests that have a row; `failed`: of those whose row is an error.
+        """
+
+    @property
+    def closing(self) -> Closing:
+        """Once all of it is taken."""
+
+    def __enter__(self) -> Surveyor: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Stops reading."""
+
+
+class Apart:
+    """A `Surveyor` in a process of its own, which does not outlive this one, and the `Source` that it begins.
+
+    Raises:
+        UsageError: as `Surveyor` says. RunError: its process ended.
+    """
+
+    def __init__(self, job: Job, prompts: Sequence[str]):
+        self._pipe, theirs = Pipe()
+        self._closing: Closing | None = None
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, str(ROOT), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # the driver's own ends with its JSON
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # what a terminal sends is for the driver, which ends this one
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        try:
+            self._tell((job, tuple(prompts)))
+            self.facts: Facts = self._answer()
+        except BaseException:
+            self._end()
+            raise
+
+    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
+        self._tell((b"".join(done), b"".join(failed)))
+        return self
+
+    @property
+    def closed(self) -> bool:
+        return self._closing is not None
+
+    @property
+    def closing(self) -> Closing:
+        assert self._closing is not None, "there is more to take"
+        return self._closing
+
+    def take(self, seconds: float = 0.0) -> list[Found] | None:
+        """As `Source` has it. Raises RunError where the process ended, and what its survey raised."""
+        if self.closed or not self._pipe.poll(seconds):
+            return None
+        answer = self._answer()
+        if isinstance(answer, list):
+            return answer
+        self._closing = answer
+        return None
+
+    def _tell(self, message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `_answer` says why
+            self._pipe.send(message)
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            status = self._process.wait()
+            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
+            raise RunError(f"the process that reads the input was ended {how}; {RESUMES}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def __enter__(self) -> Apart:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()

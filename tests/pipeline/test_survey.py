@@ -1,0 +1,130 @@
+"""A survey in a process of its own finds what one in this process finds, and ends with its driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+import demo_world as world
+from pipeline.ahead import Source
+from pipeline.config import ROOT, Job
+from pipeline.prepare import Failed, Found
+from pipeline.survey import Apart, Surveyor
+from pipeline.surveying import Here
+from pipeline.types import RunError, UsageError
+
+PROMPTS = ("What?", "How many?")
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model: Path) -> Job:
+    """Two clips, and a file that is none."""
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"{number}.mp4").write_bytes(world.write_clip(number, 1)[1])
+    (folder / "2.mp4").write_text("no video")
+    return Job(input=str(folder), model=str(tiny_model))
+
+
+def drain(found: Source[list[Found]]) -> list[Found]:
+    every: list[Found] = []
+    while not found.closed:
+        every += found.take(1.0) or []
+    return every
+
+
+def ids(every: Iterable[Found]) -> list[str]:
+    return [one.pending.request_id if isinstance(one, Failed) else one.request_id for one in every]
+
+
+def test_two_processes_find_what_one_does(job: Job) -> None:
+    def survey(surveyor: Surveyor, done: frozenset[bytes] = frozenset()) -> tuple[object, ...]:
+        with surveyor:
+            every = drain(surveyor.begin(done, done))
+            failures = [(f.error.code, f.error.message) for f in every if isinstance(f, Failed)]
+            planned = [one for one in every if not isinstance(one, Failed)]
+            return surveyor.facts, ids(every), failures, planned, surveyor.closing
+
+    alone, apart = survey(Here(job, PROMPTS)), survey(Apart(job, PROMPTS))
+    assert apart == alone
+    assert len(alone[1]) == 6 and len(alone[2]) == 2 and (apart[-1].requests, apart[-1].failed) == (6, 0)
+    some = frozenset(map(bytes.fromhex, alone[1][:3]))
+    again = survey(Apart(job, PROMPTS), some)
+    assert again[1] == alone[1][3:] and (again[-1].requests, again[-1].failed) == (6, 3)
+
+
+def test_what_is_wrong_is_raised_where_it_is_asked_for(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no file matches"):
+        Apart(Job(input=str(tmp_path / "void" / "*"), model=job.model), PROMPTS)
+    listed = tmp_path / "list.txt"
+    listed.write_bytes(b"a.mp4\n" * 30_000 + b"\xff.mp4\n")
+    with Apart(Job(input=str(listed), model=job.model), PROMPTS) as survey:
+        found = survey.begin(frozenset(), frozenset())
+        with pytest.raises(UsageError, match=r"list.txt cannot be read"):
+            drain(found)
+
+
+def test_a_survey_that_is_killed_ends_the_run_with_a_sentence(job: Job) -> None:
+    with Apart(job, PROMPTS) as survey:
+        (process,) = [p for p in psutil.Process().children() if "surveying" in " ".join(p.cmdline())]
+        process.send_signal(signal.SIGSEGV)
+        with pytest.raises(RunError, match=r"reads the input was ended by SIGSEGV; .*resumes"):
+            drain(survey.begin(frozenset(), frozenset()))
+
+
+DRIVER = """
+import sys, time
+from pipeline.config import Job
+from pipeline.survey import Apart
+
+survey = Apart(Job(input=sys.argv[1], model=sys.argv[2]), ("?",))
+print(survey._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_survey_does_not_outlive_its_driver(job: Job) -> None:
+    words = [sys.executable, "-c", DRIVER, job.input, job.model]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    ) as driver:
+        assert driver.stdout is not None
+        survey = psutil.Process(int(driver.stdout.readline()))
+        driver.kill()
+        survey.wait(timeout=60)
+
+
+def test_no_folder_of_the_users_passes_for_this_package(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(job.input).parent
+    (place / "pipeline").mkdir()
+    (place / "pipeline" / "__init__.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(place)
+    with Apart(replace(job, input="videos"), PROMPTS) as survey:
+        assert len(drain(survey.begin(frozenset(), frozenset()))) == 6
+
+
+WITHOUT = """
+import sys
+from pipeline.job import main
+
+code = main(sys.argv[1:], "test")
+print(code, sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
+
+
+def test_a_driver_needs_no_pytorch(job: Job, tmp_path: Path) -> None:
+    """From the command line to the rows."""
+    flags = ["--input", job.input, "--output", str(tmp_path / "out"), "--model", job.model, "--max-tokens", "4"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", WITHOUT, *flags]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.splitlines()[-1] == "3 []", done.stderr  # one of the three is no video

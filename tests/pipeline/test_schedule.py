@@ -381,8 +381,8 @@ def test_a_pace_has_what_the_slots_have_room_for() -> None:
         return plan(pool, profile, History(), 1, True, setting)[0]
 
     wide = planned(60e9)
-    assert wide.draft is not None and wide.pace is not None and wide.draft.gamma < wide.pace.most == 10
-    assert wide.setup.draft == replace(wide.draft, gamma=10)
+    assert wide.draft is not None and wide.pace is not None and wide.draft.gamma < wide.pace.most
+    assert wide.setup.draft == replace(wide.draft, gamma=wide.pace.most)
     needed = sum(terms(LLAMA, load, wide.max_num_seqs, wide.draft).values())
     tight = planned((needed + 1) / MEMORY)
     assert (tight.max_num_seqs, tight.draft) == (wide.max_num_seqs, wide.draft)

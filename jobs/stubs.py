@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.frames import Limits
 from pipeline.types import FramePlan, Frames, Item, Planned, VideoInfo, Wave
 from std_core.profile import Device
-from std_core.types import Counters, Draft, Mode, Request, Result
+from std_core.types import Counters, Draft, Mode, Pace, Request, Result
 
 IDLE = 0.005  # s between two looks for a request
 
@@ -33,11 +33,11 @@ class StubEngine:
     begun: str = ""
     counters: Counters = field(default_factory=Counters)
 
-    def run(self, requests: Iterable[Request | None], draft: Draft | None, mode: Mode) -> Iterator[Result]:
+    def run(self, requests: Iterable[Request | Pace | None], draft: Draft | None, mode: Mode) -> Iterator[Result]:
         """A text that names the request, γ × slots, and the process."""
         rows: deque[Request] = deque()
         for request in requests:
-            if request is not None:
+            if isinstance(request, Request):
                 self._admit(request, rows)
             if rows and (request is None or len(rows) == self.max_num_seqs):
                 yield self._answer(rows.popleft(), draft)

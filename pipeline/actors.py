@@ -24,7 +24,7 @@ from pipeline.hands import RESUMES, Gone
 from pipeline.types import FramePlan, RequestError, RunError, Setup, VideoInfo
 from std_core.devices import device_at_hand
 from std_core.profile import Device
-from std_core.types import Mode, Request, Result
+from std_core.types import Mode, Pace, Request, Result
 
 IDLE = 0.005  # s between two looks for a turn
 
@@ -53,7 +53,7 @@ class EngineActor:
         # frames lie in the object store's shared memory, read-only; nobody writes to them
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self.engine = load(model_path(model), address=address, **settings)
-        self.lines: dict[int, queue.SimpleQueue[Request]] = {}
+        self.lines: dict[int, queue.SimpleQueue[Request | Pace]] = {}
         self.setups: dict[int, Setup] = {}
         self.passed = 0  # requests and results that came by
 
@@ -72,10 +72,12 @@ class EngineActor:
         self, requests: list[Request], pixels: np.ndarray, numbers: list[tuple[int, ...]], turn: int, setup: Setup
     ) -> None:
         """Appends requests to a turn's line, each with those of the frames `pixels`, (T, height, width, 3) uint8, that
-        are its own."""
+        are its own; before them the pace at which they are to be decoded, if any."""
         import torch  # the engine's process has it
 
         frames, line = torch.from_numpy(pixels), self.lines.setdefault(turn, queue.SimpleQueue())
+        if setup.pace is not None:
+            line.put(setup.pace)
         for request, own in zip(requests, numbers, strict=True):
             line.put(replace(request, frames=frames if len(own) == len(frames) else frames[list(own)]))
         self.setups[turn] = setup
@@ -115,7 +117,7 @@ class EngineActor:
         for _ in self.run(mode, leads=False):
             pass
 
-    def _line(self, turn: int, leads: bool) -> Iterator[Request | None]:
+    def _line(self, turn: int, leads: bool) -> Iterator[Request | Pace | None]:
         """What is in line; None while nothing is, so that the engine's rows go on meanwhile (the driver may be waiting
         for one of them to free memory)."""
         line = self.lines[turn]

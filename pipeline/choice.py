@@ -15,14 +15,18 @@ from pipeline.types import Candidate, Planned
 from std_core.account import Account, tokens_per_round
 from std_core.memory import Load, most_slots, terms
 from std_core.profile import Accepted, Cost, Profile, Tried
-from std_core.types import Draft
+from std_core.types import Draft, Pace
 
 GAIN = 1.05  # predicted, below which a draft is not worth its uncertainty
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
+LEVELS = 20  # classes of acceptance that a pace tells apart
 MEMORY = 0.9  # of a device's, that is planned with
 STANDARD = Draft()
 UNKNOWN = Accepted(2048, "caption", 80, 20)  # of a draft that was not calibrated
 USUAL = {"caption": 128.0, "question": 32.0}  # tokens written where nothing is known
+YIELDS = {  # tokens of a round of γ, in the middle of each class of acceptance
+    gamma: tuple(tokens_per_round((level + 0.5) / LEVELS, gamma) for level in range(LEVELS)) for gamma in (0, *GAMMAS)
+}
 
 
 @dataclass(frozen=True)
@@ -117,9 +121,12 @@ def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn:
     found = sorted(_gains([*filter(None, [dense]), *best], dense), key=lambda c: c.seconds)
     chosen = next((c for c in found if c.draft is None or c.gain >= GAIN), None)
     dropped = [c for c in found if c is not chosen and c.draft is not None]
-    if dropped and history.explores(turn):
+    if explores := bool(dropped) and history.explores(turn):
         chosen = dropped[history.exploration(turn) % len(dropped)]
-    return tuple([c for c in found if c is chosen] + [c for c in found if c is not chosen])
+    others = [c for c in found if c is not chosen]
+    if chosen and chosen.draft is not None:
+        chosen = replace(chosen, pace=_pace(chosen, mix, profile, history, setting, gate=not explores))
+    return *filter(None, [chosen]), *others
 
 
 def slots_of(load: Load, profile: Profile, setting: Setting, draft: Draft | None) -> int:
@@ -165,10 +172,33 @@ def _kind(draft: Draft) -> Draft:
 
 def _best(tried: Tried, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
     """With the γ that is expected to be fastest."""
-    gammas = [g for g in GAMMAS if not setting.strict or g < setting.strict]
-    each = [replace(tried, draft=replace(tried.draft, gamma=g)) for g in gammas]
-    found = [c for c in (_weighed(t, mix, profile, history, setting) for t in each) if c]
+    found = [c for c in (_weighed(t, mix, profile, history, setting) for t in _each(tried, setting)) if c]
     return min(found, key=lambda c: c.seconds, default=None)
+
+
+def _each(tried: Tried, setting: Setting) -> list[Tried]:
+    """A draft with every γ."""
+    gammas = [g for g in GAMMAS if not setting.strict or g < setting.strict]
+    return [replace(tried, draft=replace(tried.draft, gamma=g)) for g in gammas]
+
+
+def _pace(chosen: Candidate, mix: Mix, profile: Profile, history: History, setting: Setting, gate: bool) -> Pace:
+    """What is fastest for any number of rows in a draft's slots and any acceptance, of every γ that they have room for
+    and, if it has a gate, of dense steps. A second model, which a dense step does not feed, has none."""
+    assert chosen.draft is not None
+    tried, gate = _tried(chosen.draft, profile), gate and not chosen.draft.model
+    ways = [t for t in _each(tried, setting) if slots_of(mix.longest, profile, setting, t.draft) >= chosen.slots]
+    grown = _written(mix, profile, history, setting) / mix.count / 2
+    dense, drafted = history.speed(None), history.speed(chosen.draft)
+
+    def fastest(rows: int) -> tuple[int, ...]:
+        step = Steps(profile, mix, rows, grown)
+        times = {t.draft.gamma: step.round(t, setting.strict)[0] * drafted for t in ways}
+        if gate:
+            times = {0: step.round(None, setting.strict)[0] * dense} | times
+        return tuple(min(times, key=lambda gamma: times[gamma] / YIELDS[gamma][level]) for level in range(LEVELS))
+
+    return Pace(tuple(map(fastest, range(1, chosen.slots + 1))), chosen.acceptance)
 
 
 def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
@@ -178,15 +208,16 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
     slots = most_slots(profile.account, mix.longest, memory, setting.max_num_seqs, draft, pair)
     if not slots:
         return None
-    written = rounds = rate = 0.0  # of all requests
+    gamma = draft.gamma if draft else 0
+    rounds = rate = 0.0  # of all requests
     for kind, count in mix.kinds:
         length, a = expected_length(kind, profile, history, setting), _acceptance(tried, mix, kind, history)
-        written += count * length
-        rounds += count * length / tokens_per_round(a, draft.gamma if draft else 0)
+        rounds += count * length / tokens_per_round(a, gamma)
         rate += count * a
+    written = _written(mix, profile, history, setting)
     step = Steps(profile, mix, min(slots, mix.count), written / mix.count / 2)
     round_s, read = step.round(tried, setting.strict)
-    _, plain = step.round(None, setting.strict)
+    plain_s, plain = step.round(None, setting.strict)
     once = tried.once[0] + tried.once[1] * mix.context if tried else 0.0
     return Candidate(
         draft,
@@ -196,8 +227,14 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
         bound=written * plain / (rounds * read),
         seconds=rounds / mix.count * round_s / step.rows * history.speed(draft) + once,
         round_s=round_s / step.rows,
+        token_s=(round_s - plain_s) / gamma / step.rows if gamma else 0.0,
         memory=tuple(terms(profile.account, mix.longest, slots, draft, pair).items()),
     )
+
+
+def _written(mix: Mix, profile: Profile, history: History, setting: Setting) -> float:
+    """Tokens of all requests."""
+    return sum(count * expected_length(kind, profile, history, setting) for kind, count in mix.kinds)
 
 
 def expected_length(kind: str, profile: Profile, history: History, setting: Setting) -> float:

@@ -176,6 +176,7 @@ def _bucket(waves: Sequence[Wave], profile: Profile) -> dict[str, Any]:
 def _candidate(way: Candidate) -> dict[str, Any]:
     return {
         "draft": name_of(way.draft),
+        "gammas": [way.pace.least, way.pace.most] if way.pace else [],
         "slots": way.slots,
         "acceptance": round(way.acceptance, 3),
         "mb_per_token": round(way.bytes / 1e6, 3),
@@ -231,8 +232,8 @@ def _outlook_lines(plan: dict[str, Any]) -> list[str]:
             f"the channels from {bucket['crossover']} tokens on; GB: {memory}",
             f"{'draft':>28} {'slots':>5} {'accepts':>7} {'MB/token':>9} {'bound':>6} {'s/request':>9} {'gain':>5}",
             *(
-                f"{c['draft']:>28} {c['slots']:>5} {c['acceptance']:>7.2f} {c['mb_per_token']:>9.1f} "
-                f"{c['bound']:>6.2f} {c['seconds']:>9.3f} {c['gain']:>5.2f}"
+                f"{c['draft'] + _free(c['gammas']):>28} {c['slots']:>5} {c['acceptance']:>7.2f} "
+                f"{c['mb_per_token']:>9.1f} {c['bound']:>6.2f} {c['seconds']:>9.3f} {c['gain']:>5.2f}"
                 for c in bucket["candidates"]
             ),
         ]
@@ -243,6 +244,11 @@ def _outlook_lines(plan: dict[str, Any]) -> list[str]:
     for name, hours in plan["engine_hours_elsewhere"].items():
         lines.append(f"{name:>16} {'too small' if hours is None else _range(hours) + ' hours, by its data sheet'}")
     return lines
+
+
+def _free(gammas: Sequence[int]) -> str:
+    """Between which numbers γ moves within a wave, if it does."""
+    return " ({}–{})".format(*gammas) if gammas else ""
 
 
 def _range(values: Sequence[float]) -> str:

@@ -106,7 +106,9 @@ class Handover:
                 self.handed[request.request_id] += 1
             wanted = [self._request(request, video.parts[request.footage][0]) for request in alike]
             numbers = [video.parts[request.footage][1] for request in alike]
-            fed = self.hands.feed(lane.engine, wanted, video.pixels, numbers, lane.turn, setup)
+            own = lane.fitting(video.turn.wave.setup)  # a turn may go through several waves, each at its own pace
+            paced = own if own == setup else setup
+            fed = self.hands.feed(lane.engine, wanted, video.pixels, numbers, lane.turn, paced)
             self.feeding[fed] = lane, lane.engine, alike, video.pixels
 
     def _request(self, planned: Planned, frames: Frames) -> Request:

@@ -54,11 +54,12 @@ class History:
         for kind in sorted({kinds[r.request_id] for r in good}):
             some = [r for r in good if kinds[r.request_id] == kind]
             lengths = _with(lengths, (kind,), statistics.fmean(len(r.token_ids) for r in some))
-            if wave.draft is not None and sum(r.rounds for r in some) >= ROUNDS:
+            # dense rounds of a wave that drafts judge nothing
+            if wave.draft is not None and min(_rounds(some), _judged(some)) >= ROUNDS:
                 accepts = _with(accepts, (draft_key(wave.draft), kind), acceptance(some))
-        rounds, spent = sum(r.rounds for r in good), sum(r.decode_s for r in good)
-        if wave.why and rounds >= ROUNDS and wave.why[0].round_s > 0 and spent > 0:
-            speeds = _with(speeds, (draft_key(wave.draft),), spent / (rounds * wave.why[0].round_s))
+        expected, spent = sum(_foretold(r, wave) for r in good), sum(r.decode_s for r in good)
+        if _rounds(good) >= ROUNDS and expected > 0 and spent > 0:
+            speeds = _with(speeds, (draft_key(wave.draft),), spent / expected)
         return replace(self, accepts=accepts, speeds=speeds, lengths=lengths)
 
     def acceptance(self, draft: Draft, kind: str) -> float | None:
@@ -86,9 +87,24 @@ class History:
 
 def acceptance(results: Sequence[Result]) -> float:
     """a of rows that drafted. A row's last round may have been cut by its end, which is no refusal."""
-    accepted = sum(r.accepted for r in results)
-    refused = sum(max(0, sum(r.accept_counts[:-1]) - 1) for r in results)
-    return (accepted + 0.5) / (accepted + refused + 1)
+    return (sum(r.accepted for r in results) + 0.5) / (_judged(results) + 1)
+
+
+def _rounds(results: Sequence[Result]) -> int:
+    return sum(r.rounds for r in results)
+
+
+def _judged(results: Sequence[Result]) -> int:
+    """Drafted tokens that were accepted, and those that ended a round."""
+    return sum(r.accepted + r.refused for r in results)
+
+
+def _foretold(result: Result, wave: Wave) -> float:
+    """Seconds that a row's rounds were expected to take, whatever γ each of them had: they grow evenly with it."""
+    if not wave.why:
+        return 0.0
+    way, gamma = wave.why[0], wave.draft.gamma if wave.draft else 0
+    return result.rounds * way.round_s + (result.drafted - result.rounds * gamma) * way.token_s
 
 
 def _with(seen: Seen, key: tuple[object, ...], value: float) -> Seen:

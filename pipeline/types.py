@@ -5,11 +5,11 @@ code 2)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from std_core.types import Draft, RequestError, Result
+from std_core.types import Draft, Pace, RequestError, Result
 
 __all__ = [
     "ERROR_CODES",
@@ -188,7 +188,9 @@ class Candidate:
         seconds: per request: decoding, selection, gather, a second model's prefill.
         gain: the dense loop's seconds over these.
         round_s: of a round, each row's share, before any correction by what was seen.
+        token_s: that a drafted token more would add to it.
         memory: bytes by what they are for, at `slots` × the longest request.
+        pace: γ of each round, where it is free; else it is the draft's.
     """
 
     draft: Draft | None
@@ -199,15 +201,19 @@ class Candidate:
     seconds: float = 0.0
     gain: float = 1.0
     round_s: float = 0.0
+    token_s: float = 0.0
     memory: tuple[tuple[str, float], ...] = ()
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine decodes: what drafts (None decodes densely), in how many slots."""
+    """How an engine decodes: what drafts (None decodes densely), in how many slots, and how much in which round. The
+    last may change on the way: setups that differ in nothing else are alike."""
 
-    draft: Draft | None
+    draft: Draft | None  # with the largest γ that a pace has
     max_num_seqs: int
+    pace: Pace | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -226,8 +232,15 @@ class Wave:
     why: tuple[Candidate, ...] = ()
 
     @property
+    def pace(self) -> Pace | None:
+        """γ of each round, where that is not the draft's own throughout."""
+        return self.why[0].pace if self.why else None
+
+    @property
     def setup(self) -> Setup:
-        return Setup(self.draft, self.max_num_seqs)
+        if self.draft is None or self.pace is None:
+            return Setup(self.draft, self.max_num_seqs)
+        return Setup(replace(self.draft, gamma=self.pace.most), self.max_num_seqs, self.pace)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Between two rounds at most one chunk of one prompt is prefilled, so that no row 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,12 +22,13 @@ from std_core.prefill import Pieces, Prefill
 from std_core.refresh import look_of, reselect
 from std_core.row import Row
 from std_core.sampling import Draws
-from std_core.types import Draft, Mode, Request, RequestError, Result
+from std_core.types import Draft, Mode, Pace, Request, RequestError, Result
 
 if TYPE_CHECKING:
     from std_core.engine import Engine
 
 IDLE = 0.005  # s between two looks for a request while there is nothing else to do
+LATELY = 32  # rounds that a pace looks back on
 _END = object()
 
 
@@ -41,7 +43,11 @@ class Batch:
                 raise ValueError("mode sparse needs a draft")
             draft.check_unverified()
         self.engine, self.model, self.draft, self.mode = engine, engine.model, draft, mode
-        self.gamma = draft.gamma if draft else 0
+        self.gamma = draft.gamma if draft else 0  # of each round; at most, once there is a pace
+        self.pace: Pace | None = None
+        # (accepted tokens, refusals) of each. Dense rounds show nothing and push out those that have closed the gate:
+        # it opens again with what is expected, for `ROUNDS` of `LATELY` rounds if they are as bad
+        self.lately: deque[tuple[int, int]] = deque(maxlen=LATELY)
         generator = torch.Generator(self.model.device).manual_seed(engine.seed)
         self.slots = Slots.empty(self.model, engine.max_num_seqs, generator, engine.strict)
         self.slots.view = _view_of(draft)
@@ -51,17 +57,17 @@ class Batch:
         self.prefill = Prefill(
             engine, self.slots, draft, prepare, lambda: (row for row in self.rows if row is not None)
         )
-        self.rounds = 0
+        self.unseen = 0  # rounds since drafts chose again
         self.captured = Captured(self.slots, recorder) if (recorder := recorder_of(self.model)) else None
         self.slots.ahead = max(self.gamma + 1, engine.strict) if self.captured else 0
 
-    def through(self, waiting: Iterator[Request | None]) -> Iterator[Result]:
+    def through(self, waiting: Iterator[Request | Pace | None]) -> Iterator[Result]:
         admission: Pieces | None = None
         slot, more, filling = 0, True, True
         while more or admission or any(self.rows):
             late = False
             if admission is None and more and None in self.rows:
-                slot, offered = self.rows.index(None), next(waiting, _END)
+                slot, offered = self.rows.index(None), self._offered(waiting)
                 more, late = offered is not _END, offered is None
                 admission = self.prefill.admit(offered, slot) if isinstance(offered, Request) else None
             if admission is not None and (arrived := self._chunk(admission)) is not None:
@@ -77,6 +83,14 @@ class Batch:
                 yield from self._round()
             elif late:
                 time.sleep(IDLE)
+
+    def _offered(self, waiting: Iterator[Request | Pace | None]) -> object:
+        """The next of a stream, `_END` if there is none; a pace is taken on the way."""
+        while isinstance(offered := next(waiting, _END), Pace):
+            if offered.most > self.gamma:
+                raise ValueError(f"a pace of up to {offered.most} tokens a round needs a draft of that γ at least")
+            self.pace = offered
+        return offered
 
     def seat(self, requests: Sequence[Request]) -> float:
         """Fills the first slots and runs no round, for callers who run rounds themselves; returns the seconds it took
@@ -121,13 +135,14 @@ class Batch:
 
     def _round(self) -> Iterator[Result]:
         began = time.perf_counter()
-        done = self._decoded().on_host()
+        gamma = self._gamma()
+        done = self._decoded(gamma).on_host()
         seated = sum(row is not None for row in self.rows)
         spent = (time.perf_counter() - began) / seated
         self.engine.counters.rounds += 1
         self.engine.counters.row_rounds += seated
         decode = self.engine.checkpoint.decode
-        finished = []
+        finished, taken, refusals = [], 0, 0
         for slot, (row, (tokens, _, accepted, proposed, stopped, broken)) in enumerate(
             zip(self.rows, done, strict=True)
         ):
@@ -135,13 +150,20 @@ class Batch:
                 continue
             row.decode_s += spent
             row.written += tokens
-            row.accept_counts[accepted if self.mode != "sparse" else 0] += 1
-            row.proposed += proposed if self.mode != "sparse" else 0
+            row.drafted += gamma
+            if self.mode == "sparse":
+                accepted = proposed = 0
+            refused = accepted < proposed  # where a row's end cuts a round, both are what was kept
+            row.accept_counts[accepted] += 1
+            row.proposed += proposed
+            row.refused += refused
+            taken, refusals = taken + accepted, refusals + refused
             if broken:
                 why = f"the model gave no finite logits after {len(row.written)} tokens"
                 finished.append((slot, row.result("error", decode, RequestError("nan_logits", why))))
             elif reason := row.ends(stopped, decode):
                 finished.append((slot, row.result(reason, decode)))
+        self.lately.append((taken, refusals))
         for slot, _ in finished:
             self.rows[slot] = None
             for count in (self.slots.length, self.slots.draft_length, self.slots.total, self.slots.written):
@@ -150,29 +172,41 @@ class Batch:
             self._regroup()
         yield from (result for _, result in finished)
 
-    def _decoded(self) -> Round:
-        self.rounds += 1
-        drafting = self._drafting()
-        if self.mode == "sparse":
-            one = partial(unverified_round, self.slots, drafting, self.gamma)
-        elif self.draft is not None and self.draft.refresh and self.rounds % self.draft.refresh == 0:
-            return self._looking(self.draft, drafting)
-        else:
-            one = partial(decode_round, self.model, self.slots, drafting, self.gamma)
-        return self.captured.round(self.gamma, one) if self.captured else one()
+    def _gamma(self) -> int:
+        """γ of the next round: by counts alone, so that the same requests in the same order give the same rounds, on
+        every rank."""
+        if self.pace is None or self.mode == "sparse":
+            return self.gamma
+        gamma = self.pace.gamma(sum(row is not None for row in self.rows), self.pace.acceptance(self.lately))
+        # a dense step feeds no second model, whose cache would fall behind
+        return max(1, gamma) if self.slots.view == "second" else gamma
 
-    def _looking(self, draft: Draft, drafting: Drafting) -> Round:
+    def _decoded(self, gamma: int) -> Round:
+        self.unseen += 1
+        drafting = self._drafting(gamma)
+        if self.mode == "sparse":
+            one = partial(unverified_round, self.slots, drafting, gamma)
+        elif self.draft is not None and gamma and 0 < self.draft.refresh <= self.unseen:
+            return self._looking(self.draft, drafting, gamma)
+        else:
+            one = partial(decode_round, self.model, self.slots, drafting, gamma)
+        return self.captured.round(gamma, one) if self.captured else one()
+
+    def _looking(self, draft: Draft, drafting: Drafting, gamma: int) -> Round:
         """A round behind which drafts choose again."""
-        look = look_of(self.rows, self.slots, self.gamma + 1)
-        done = decode_round(self.model, self.slots, drafting, self.gamma, look)
+        self.unseen = 0
+        look = look_of(self.rows, self.slots, gamma + 1)
+        done = decode_round(self.model, self.slots, drafting, gamma, look)
         if look is not None:
             reselect(draft, self.slots, self.rows, look)
         return done
 
-    def _drafting(self) -> Drafting:
-        if self.draft is not None and self.draft.policy == "ngram":
+    def _drafting(self, gamma: int) -> Drafting:
+        if self.draft is None or not gamma:
+            return partial(draft, self.model)
+        if self.draft.policy == "ngram":
             return look_up
-        return partial(draft, self.engine.drafter(self.draft) if self.draft else self.model)
+        return partial(draft, self.engine.drafter(self.draft))
 
 
 def _view_of(draft: Draft | None) -> View:

@@ -16,7 +16,7 @@ from std_core.drafters import drafter_of, second_model, weight_bytes
 from std_core.model import Model
 from std_core.prefill import Prefix
 from std_core.ranks import ALONE, join, undividable
-from std_core.types import Counters, Draft, Mode, Request, Result
+from std_core.types import Counters, Draft, Mode, Pace, Request, Result
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Engine:
     @torch.inference_mode()
     def run(
         self,
-        requests: Iterable[Request | None],
+        requests: Iterable[Request | Pace | None],
         draft: Draft | None,
         prepare: Callable[[Request], Inputs] | None = None,
         mode: Mode = "std",
@@ -109,13 +109,14 @@ class Engine:
         """Answers every request once, in the order in which they finish.
 
         Args:
-            requests: taken one by one, as slots become free; None says that there is none yet, and rows go on.
-            draft: what drafts and for how long; None decodes densely.
+            requests: taken one by one, as slots become free; None says that there is none yet, and rows go on. A pace
+                says how much is drafted from there on, until the next one does.
+            draft: what drafts, and γ; None decodes densely. With a pace γ is how much a round has room for.
             prepare: in place of the checkpoint's own `inputs`.
             mode: `sparse` takes what is drafted for the answer, without a verification: lossy.
 
         Raises:
-            ValueError: a draft that this model or mode cannot have.
+            ValueError: a draft that this model or mode cannot have, or a pace beyond its γ.
         """
         waiting = self.model.ranks.agreed(iter(requests))
         yield from Batch(self, draft, prepare or self.checkpoint.inputs, mode).through(waiting)

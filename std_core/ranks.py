@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import DistributedConfig
 
-from std_core.types import Request
+from std_core.types import Pace, Request
 
 IDLE = 0.005  # s between two looks for a request that another rank has already
 WAIT = timedelta(hours=2)  # for a rank that is still reading its weights
@@ -61,9 +61,9 @@ class Ranks:
             dist.broadcast(x, 0)
         return x
 
-    def agreed(self, waiting: Iterator[Request | None]) -> Iterator[Request | None]:
-        """The stream as rank 0 has it: when a request comes, when none is there yet, and when the stream ends. The
-        other ranks take the same requests, by their ids, from streams of their own.
+    def agreed(self, waiting: Iterator[Request | Pace | None]) -> Iterator[Request | Pace | None]:
+        """The stream as rank 0 has it: when a request comes, with which pace, when none is there yet, and when the
+        stream ends. The other ranks take the same requests, by their ids, from streams of their own.
 
         Raises:
             ValueError: a rank's own stream ends without a request that rank 0 has.
@@ -78,8 +78,8 @@ class Ranks:
             else:
                 yield told
 
-    def _told(self, waiting: Iterator[Request | None]) -> Any:
-        """Rank 0's next: a request (to the others its id), None, or `_END`."""
+    def _told(self, waiting: Iterator[Request | Pace | None]) -> Any:
+        """Rank 0's next: a request (to the others its id), a pace, None, or `_END`."""
         offered = next(waiting, _END) if self.rank == 0 else None
         box = [offered.request_id if isinstance(offered, Request) else offered]
         dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
@@ -90,7 +90,7 @@ _END = False  # of a stream; a singleton, since it travels
 ALONE = Ranks()
 
 
-def _find(name: str, waiting: Iterator[Request | None], early: list[Request]) -> Request:
+def _find(name: str, waiting: Iterator[Request | Pace | None], early: list[Request]) -> Request:
     """The request of that id; `early` keeps what comes before its turn."""
     while True:
         for at, request in enumerate(early):
@@ -101,7 +101,7 @@ def _find(name: str, waiting: Iterator[Request | None], early: list[Request]) ->
             raise ValueError(f"request {name!r} was given to rank 0 and not to every other")
         if isinstance(offered, Request):
             early.append(offered)
-        else:
+        elif offered is None:
             time.sleep(IDLE)
 
 

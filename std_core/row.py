@@ -28,7 +28,9 @@ class Row:
     accept_counts: list[int]  # [i]: rounds in which i drafted tokens were accepted
     view: Chosen | None = None
     written: list[int] = field(default_factory=list)
+    drafted: int = 0
     proposed: int = 0
+    refused: int = 0
     decode_s: float = 0.0
 
     def ends(self, stopped: bool, decode: Callable[[list[int]], str]) -> FinishReason | None:
@@ -63,8 +65,10 @@ class Row:
             kv_keep=self.kv_keep,
             weight_keep=self.weight_keep,
             rounds=sum(self.accept_counts),
+            drafted=self.drafted,
             proposed=self.proposed,
             accepted=sum(i * n for i, n in enumerate(self.accept_counts)),
+            refused=self.refused,
             accept_counts=tuple(self.accept_counts),
             vision_s=self.vision_s,
             prefill_s=self.prefill_s,

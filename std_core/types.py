@@ -1,8 +1,9 @@
-"""The records that cross the decoding core's border. Filled by: the caller (`Request`, `Sampling`, `Draft`), the
-checkpoint (`Geometry`), the engine (`Result`, `Counters`)."""
+"""The records that cross the decoding core's border. Filled by: the caller (`Request`, `Sampling`, `Draft`), the plan
+(`Pace`), the checkpoint (`Geometry`), the engine (`Result`, `Counters`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +14,7 @@ Mode = Literal["std", "dense", "sparse"]
 Policy = Literal["std", "window", "random", "specvlm", "snapkv", "full", "ngram"]
 Weights = Literal["full", "int8", "int4"]
 FinishReason = Literal["stop", "length", "error"]
+ROUNDS = 3  # that have drafted, below which they say nothing about a draft
 
 
 class RequestError(Exception):
@@ -181,6 +183,46 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How many tokens a round drafts, in the place of a draft's one γ: by the rows that take part in it, and by how
+    much of what was drafted lately has been accepted.
+
+    Args:
+        gammas: γ by [rows - 1][class of acceptance], whose classes divide 0 to 1 evenly; 0 is a dense step. With more
+            rows than it knows, as with the most of them.
+        expected: a, the acceptance that is reckoned with until some is seen.
+    """
+
+    gammas: tuple[tuple[int, ...], ...]
+    expected: float
+
+    def __post_init__(self) -> None:
+        if not self.gammas or not all(self.gammas) or self.least < 0:
+            raise ValueError("a pace needs γ of 0 or more for each number of rows and class of acceptance")
+
+    @property
+    def least(self) -> int:
+        return min(map(min, self.gammas))
+
+    @property
+    def most(self) -> int:
+        return max(map(max, self.gammas))
+
+    def gamma(self, rows: int, acceptance: float) -> int:
+        """γ of a round of `rows` rows, one at least."""
+        classes = self.gammas[min(rows, len(self.gammas)) - 1]
+        return classes[min(int(acceptance * len(classes)), len(classes) - 1)]
+
+    def acceptance(self, rounds: Sequence[tuple[int, int]]) -> float:
+        """a by the last rounds' (accepted tokens, refusals), once `ROUNDS` of them have any; the expected one before.
+        That weighs as much as one token."""
+        if sum(map(any, rounds)) < ROUNDS:
+            return self.expected
+        accepted, refused = map(sum, zip(*rounds, strict=True))
+        return (accepted + self.expected) / (accepted + refused + 1)
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt about a video, several, images, or nothing but text.
 
@@ -217,8 +259,10 @@ class Result:
     kv_keep: float = 1.0  # entries the draft read over entries of the context, at the end of prefill
     weight_keep: float = 1.0  # bytes of weights the draft read over the model's
     rounds: int = 0
-    proposed: int = 0
+    drafted: int = 0  # tokens, γ of each round
+    proposed: int = 0  # of them, without what lay behind the text's end
     accepted: int = 0  # bonus tokens excluded
+    refused: int = 0  # rounds in which not all of what was proposed was accepted
     accept_counts: tuple[int, ...] = ()  # [i]: rounds in which i drafted tokens were accepted
     vision_s: float = 0.0
     prefill_s: float = 0.0

@@ -67,10 +67,14 @@ def test_long_contexts_draft_and_short_ones_do_not_and_texts_are_the_same(
     rows = run("auto", f"--profile={path}")
     assert {row["draft"] for row in dense.values()} == {"dense"} and len(rows) == len(dense) == 20
     assert {row["draft"] for row in rows} == {"dense", "std"}
+    drafted = []
     for row in rows:
         assert row["text"] == dense[row["video_uri"], row["prompt"]]["text"]
         long = row["num_prompt_tokens"] + row["num_visual_tokens"] > crossing
-        assert (row["draft"], row["proposed"] > 0) == (("std", True) if long else ("dense", False)), row
+        assert row["draft"] == ("std" if long else "dense"), row
+        drafted += [row["proposed"] > 0] * long
+        assert long or not row["proposed"]
+    assert any(drafted) and not all(drafted)  # an untrained model accepts next to nothing: the gate closes
 
 
 def test_a_profile_of_another_device_is_refused_before_anything_starts(

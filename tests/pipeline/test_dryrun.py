@@ -45,6 +45,7 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
         best = bucket["candidates"][0]
         assert best["gain"] >= 1.05 and best["draft"] in bucket["drafts"] and best["bound"] > 1
         assert sum(bucket["memory_gb"].values()) < 80 * 0.9
+        assert best["gammas"][0] < best["gammas"][1] and all(c["gammas"] == [] for c in bucket["candidates"][1:])
     assert figures["buckets"]["1024"]["crossover"] == figures["buckets"]["32768"]["crossover"]
     assert sum(figures["shares"].values()) == pytest.approx(1, abs=1e-3)
     low, expected, high = figures["engine_hours"]
@@ -52,6 +53,7 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
     assert figures["engine_hours_elsewhere"]["H100"] == figures["engine_hours"]
     assert set(figures["engine_hours_elsewhere"]) == set(NAMED)
     text = table(figures, [lost])
+    assert "{} ({}–{})".format(best["draft"], *best["gammas"]) in text
     assert "published" in text and "context_too_long: it is too long" in text and "too small" in text
     assert figures["engine_hours_elsewhere"]["L4"] is None  # 32K × 8B needs more than 24 GB
 

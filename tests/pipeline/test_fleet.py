@@ -22,8 +22,8 @@ from pipeline.flow import Flow, Lane
 from pipeline.handover import Handover
 from pipeline.hands import Gone
 from pipeline.intake import Intake
-from pipeline.types import Answer, FramePlan, Frames, Planned, RequestError, RunError, Setup, VideoInfo, Wave
-from std_core.types import Draft, Request, Result
+from pipeline.types import Answer, Candidate, FramePlan, Frames, Planned, RequestError, RunError, Setup, VideoInfo, Wave
+from std_core.types import Draft, Pace, Request, Result
 from stubs import Listed, planned
 
 TIMEOUT = 50.0  # s, of engines
@@ -191,7 +191,10 @@ class Run:
         self.waves = Listed(requests, slots, size=7)
         drafts = [None, Draft(gamma=2), Draft(gamma=3)]
         for number, wave in enumerate(list(self.waves.waves)):  # in setups of their own, neighbours at times alike
-            self.waves.waves[number] = Wave(wave.requests, max(1, slots - number % 2), drafts[number // 2 % 3])
+            draft, count = drafts[number // 2 % 3], max(1, slots - number % 2)
+            pace = Pace(((0,), (draft.gamma, number)), 0.5) if draft else None
+            self.waves.waves[number] = Wave(wave.requests, count, draft, (Candidate(draft, count, pace=pace),))
+        self.setups = {r.request_id: wave.setup for wave in self.waves.waves for r in wave.requests}
         places = [Lane(number, slots) for number in range(lanes)]
         intake = Intake(world, self.waves, places, bound)
         handover = Handover(job, 4096, world, places, intake)
@@ -217,7 +220,12 @@ class Run:
         )
         for answer in self.rows:
             if not answer.result.error:
-                assert self.world.ran[answer.request.request_id].draft == answer.draft
+                ran = self.world.ran[answer.request.request_id]
+                assert ran.draft == answer.draft
+                if ran == (own := self.setups[answer.request.request_id]):
+                    assert ran.pace == own.pace
+                elif ran.pace is not None:  # a suspect among those of another wave
+                    assert ran.draft is not None and ran.pace.most <= ran.draft.gamma
         assert (
             self.fleet.intake.nbytes == 0 and not self.fleet.handover.open and not self.fleet.handover.suspects.waiting
         )

@@ -22,11 +22,19 @@ def wave(draft: Draft | None, *prompts: str) -> Wave:
 
 
 def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Result:
-    accepted = sum(i * n for i, n in enumerate(counts))
-    rounds = sum(counts)
-    tokens = [7] * (accepted + rounds + 1)
+    """Of a row with so many rounds in which i of len(counts) - 1 tokens were accepted."""
+    accepted, rounds, refused = sum(i * n for i, n in enumerate(counts)), sum(counts), sum(counts[:-1])
+    tokens, drafted = [7] * (accepted + rounds + 1), (len(counts) - 1) * rounds
     return Result(
-        str(number), tokens, "", "stop", rounds=rounds, accepted=accepted, accept_counts=counts, decode_s=decode_s
+        str(number),
+        tokens,
+        "",
+        "stop",
+        rounds=rounds,
+        drafted=drafted,
+        accepted=accepted,
+        refused=refused,
+        decode_s=decode_s,
     )
 
 
@@ -36,14 +44,16 @@ def test_prompts_that_ask_are_questions() -> None:
 
 def test_acceptance_is_what_was_accepted_over_what_was_judged() -> None:
     assert acceptance([result(0, (0, 0, 0, 0, 5))]) == pytest.approx(20.5 / 21)
-    assert acceptance([result(0, (3, 0, 0, 0, 1))]) == pytest.approx(4.5 / 7)  # a row's end is no refusal
+    assert acceptance([result(0, (3, 0, 0, 0, 1))]) == pytest.approx(4.5 / 8)
+    cut = replace(result(0, (2, 1, 0, 0, 1)), refused=2)  # a row's end is no refusal
+    assert acceptance([cut]) == pytest.approx(5.5 / 8)
 
 
 def test_waves_are_remembered_by_their_median() -> None:
     history = History()
     for full in (1, 9, 2):
         history = history.observed(wave(DRAFT, "Describe."), [result(0, (4, 0, 0, 0, full))])
-    assert history.acceptance(DRAFT, "caption") == pytest.approx((8 + 0.5) / (8 + 3 + 1))
+    assert history.acceptance(DRAFT, "caption") == pytest.approx((8 + 0.5) / (8 + 4 + 1))
     assert history.acceptance(Draft("std", gamma=9), "caption") == history.acceptance(DRAFT, "caption")
     assert history.acceptance(DRAFT, "question") is None and history.acceptance(Draft("random"), "caption") is None
     assert history.length("caption") == 1 + 6 + 8
@@ -56,6 +66,24 @@ def test_too_few_rounds_and_errors_say_nothing() -> None:
     assert few.acceptance(DRAFT, "caption") is None and few.speed(DRAFT) == 1
     failed = Result("0", [], "", "error", error=RequestError("nan_logits", "x"))
     assert History().observed(wave(DRAFT, "Describe."), [failed]) == History()
+
+
+def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
+    """A dense step of 20 ms, 5 ms for every drafted token: γ = 4 is 40 ms."""
+    way = Candidate(DRAFT, 8, round_s=0.04, token_s=0.005)
+    some = replace(wave(DRAFT, "Describe."), why=(way,))
+    for rounds, drafted in ((10, 40), (10, 0), (10, 17), (3, 30)):
+        took = 2 * (rounds * 0.02 + drafted * 0.005)
+        seen = History().observed(some, [Result("0", [7], "", "stop", rounds=rounds, drafted=drafted, decode_s=took)])
+        assert seen.speed(DRAFT) == pytest.approx(2)
+
+
+def test_dense_rounds_of_a_wave_that_drafts_say_nothing_of_its_acceptance() -> None:
+    dense = Result("0", [7] * 40, "", "stop", rounds=40, decode_s=1.0)
+    seen = History().observed(wave(DRAFT, "Describe."), [dense])
+    assert seen.acceptance(DRAFT, "caption") is None and seen.length("caption") == 40
+    some = replace(dense, drafted=8, accepted=3, refused=3)  # of rounds of other γ than the draft's
+    assert History().observed(wave(DRAFT, "Describe."), [some]).acceptance(DRAFT, "caption") == pytest.approx(0.5)
 
 
 def test_kinds_are_told_apart_in_one_wave() -> None:

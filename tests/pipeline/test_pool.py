@@ -158,10 +158,9 @@ def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
     seen = Seen(Made([[request(i) for i in range(200)]]))
     first = seen.pool.take(hungry=True)
     assert first is not None and first.draft is not None and first.draft.weights == "int4"
-    gamma = first.draft.gamma
-    counts = [40] + [0] * gamma
+    many = 40 * first.draft.gamma
     results = [
-        Result(r.request_id, [1] * 40, "", "length", rounds=40, proposed=40 * gamma, accepted=0, accept_counts=counts)
+        Result(r.request_id, [1] * 40, "", "length", rounds=40, drafted=many, proposed=many, refused=40)
         for r in first.requests
     ]
     for _ in range(3):

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.choice import GAIN, MEMORY, Mix, Steps, choose
+from pipeline.choice import GAIN, GAMMAS, LEVELS, MEMORY, Mix, Steps, choose
 from pipeline.history import EVERY
 from pipeline.schedule import HALF, LIKE, WAVE, History, Setting, cut, misfit, plan
-from pipeline.types import FramePlan, Item, Planned, UsageError, VideoInfo
-from std_core.account import Account
+from pipeline.types import Candidate, FramePlan, Item, Planned, UsageError, VideoInfo, Wave
+from std_core.account import Account, tokens_per_round
 from std_core.memory import Load, terms
 from std_core.profile import Accepted, Cost, Device, Profile, Tried
 from std_core.types import Draft
@@ -163,7 +163,8 @@ def test_memory_is_never_exceeded(pool: tuple[Planned, ...], memory: float, draf
         visual, text = (
             max(n) for n in zip(*((r.plan.tokens, r.context - r.plan.tokens) for r in wave.requests), strict=True)
         )
-        needed = terms(LLAMA, Load(visual + text, visual, setting.max_tokens), wave.max_num_seqs, wave.draft)
+        used = wave.setup.draft  # with the largest γ that any round has
+        needed = terms(LLAMA, Load(visual + text, visual, setting.max_tokens), wave.max_num_seqs, used)
         assert sum(needed.values()) <= MEMORY * memory
     out = {r.request_id for wave in waves for r in wave.requests}
     assert all((r.request_id in out) == (misfit(r, profile, setting) is None) for r in pool)
@@ -309,3 +310,110 @@ def test_a_single_row_shares_its_prefix_with_nobody() -> None:
     one_of_ten = Mix(10, 1000.0, 900.0, 1, Load(1000, 900, 64), (("caption", 10),))
     reads = [Steps(PROFILE, found, 1, 0.0).round(None)[1] for found in (alone, one_of_ten)]
     assert reads[0] == reads[1] == LLAMA.step_bytes([1000])
+
+
+# ---------------------------------------------------------------------------------------------- γ within a wave
+
+
+def paced(some: Mix, profile: Profile, setting: Setting, history: History | None = None, turn: int = 0) -> Candidate:
+    """The chosen way, which drafts."""
+    chosen = choose(some, profile, history or History(), setting, turn)[0]
+    assert chosen.draft is not None and chosen.pace is not None
+    return chosen
+
+
+costs = st.builds(Cost, st.floats(0.5, 2), st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-9))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(100, 60_000), min_size=1, max_size=12),
+    st.integers(1, 8),
+    st.sampled_from([0, 4, 13]),
+    costs,
+    costs,
+    st.floats(0.2, 2),
+    st.floats(0.2, 2),
+)
+def test_no_pace_has_a_slower_gamma_than_another(
+    contexts: list[int], slots: int, strict: int, full: Cost, cheap: Cost, slow_dense: float, slow_draft: float
+) -> None:
+    """For each number of rows and acceptance, by the seconds of a token of one row."""
+    setting = Setting(slots, strict=strict)
+    tried = replace(INT4, cost=cheap)
+    profile = replace(PROFILE, full=full, drafts=(tried,))
+    speeds = {(None,): (slow_dense,), (replace(tried.draft, gamma=1),): (slow_draft,)}
+    history = History(speeds=speeds)
+    some = mix(contexts, setting)
+    chosen = choose(some, profile, history, setting, 0)[0]
+    assume(chosen.draft is not None)
+    assert chosen.pace is not None and len(chosen.pace.gammas) == chosen.slots
+    gammas = [g for g in GAMMAS if not strict or g < strict]
+    for rows, found in enumerate(chosen.pace.gammas, 1):
+        step = Steps(profile, some, rows, 64.0)  # half of a usual caption's 128 tokens
+        times = {g: step.round(replace(tried, draft=replace(tried.draft, gamma=g)), strict)[0] for g in gammas}
+        times = {0: step.round(None, strict)[0] * slow_dense} | {g: t * slow_draft for g, t in times.items()}
+        assert len(found) == LEVELS
+        for level, gamma in enumerate(found):
+            a = (level + 0.5) / LEVELS
+            each = {g: seconds / tokens_per_round(a, g) for g, seconds in times.items()}
+            assert each[gamma] <= min(each.values()) * (1 + 1e-9)
+
+
+def test_a_pace_drafts_more_where_more_is_accepted_and_less_where_rows_share_the_weights() -> None:
+    setting, int4 = Setting(), replace(INT4, draft=Draft("full", weights="int4"))
+    cheap = paced(mix([20_000], setting), replace(PROFILE, drafts=(int4,)), setting)
+    assert cheap.pace is not None and cheap.pace.gammas[0][0] == 0 < cheap.pace.gammas[0][-1] == cheap.pace.most
+    for row in cheap.pace.gammas:
+        assert list(row) == sorted(row)
+    alone, full = (sum(cheap.pace.gammas[i]) for i in (0, -1))  # fewer bytes of weights are nothing new to 8 rows
+    assert alone > full
+    assert cheap.pace.expected == cheap.acceptance
+
+
+def test_a_pace_has_what_the_slots_have_room_for() -> None:
+    """More drafted tokens take more memory; there are never fewer slots for it."""
+    setting, load = Setting(64), Load(20_100, 20_000, 256)
+    pool = [request(i, i, load.context, load.visual) for i in range(64)]
+
+    def planned(memory: float) -> Wave:
+        profile = replace(PROFILE, device=replace(A100, memory=memory), drafts=(STD,))
+        return plan(pool, profile, History(), 1, True, setting)[0]
+
+    wide = planned(60e9)
+    assert wide.draft is not None and wide.pace is not None and wide.draft.gamma < wide.pace.most
+    assert wide.setup.draft == replace(wide.draft, gamma=wide.pace.most)
+    needed = sum(terms(LLAMA, load, wide.max_num_seqs, wide.draft).values())
+    tight = planned((needed + 1) / MEMORY)
+    assert (tight.max_num_seqs, tight.draft) == (wide.max_num_seqs, wide.draft)
+    assert tight.pace is not None and tight.pace.most == wide.draft.gamma
+
+
+def test_a_named_draft_keeps_its_gamma_and_one_that_is_explored_its_gate_open() -> None:
+    pool = (request(0, 0, 60_000),)
+    for draft in (Draft("std", gamma=7), None):
+        (wave,) = plan(pool, PROFILE, History(), 1, True, Setting(draft=draft))
+        assert wave.pace is None and wave.setup.draft == draft
+    bare = plan(pool, replace(PROFILE, drafts=()), History(), 1, True, Setting())[0]
+    assert bare.pace is None
+    setting = Setting()
+    some = mix([60_000] * 8, setting)
+    usual, explored = (paced(some, PROFILE, setting, turn=turn).pace for turn in (0, 2 * EVERY - 1))
+    assert usual is not None and usual.least == 0
+    assert explored is not None and explored.least > 0
+
+
+def test_a_second_model_drafts_in_every_round() -> None:
+    small = replace(LLAMA, layers=2, parameters=10**9)
+    pair = Tried(Draft("specvlm", model="small"), Cost(1.0, 1e-4), (0.0, 0.0), GOOD, small)
+    setting = Setting()
+    chosen = paced(mix([60_000] * 8, setting), replace(PROFILE, drafts=(pair,)), setting)
+    assert chosen.pace is not None and chosen.pace.least == 1
+
+
+def test_setups_of_one_draft_are_alike_whatever_their_pace() -> None:
+    """So that rows of one wave need not be through before the next one's come."""
+    pool = tuple(request(i, i, 60_000 - 400 * i) for i in range(60))
+    waves = plan(pool, PROFILE, History(), 9, True, Setting(2))
+    assert len(waves) > 1 and len({wave.pace for wave in waves}) > 1
+    assert len({wave.setup for wave in waves}) == 1

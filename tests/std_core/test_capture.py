@@ -23,7 +23,7 @@ from std_core.decode import Round, Slots, decode_round, draft
 from std_core.engine import Engine
 from std_core.kernels.attention import SPLIT
 from std_core.kernels.devices import TRITON
-from std_core.types import Draft, Request, Sampling
+from std_core.types import Draft, Pace, Request, Sampling
 
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "lift_fresh")
 
@@ -129,6 +129,19 @@ def test_a_recorded_round_asks_the_host_for_nothing(
     got = {r.request_id: r.token_ids for r in llama.run(ASKED, draft, mode=mode)}
     assert got == want
     assert 0 < stand_in.recorded <= stand_in.replayed
+
+
+def test_rounds_of_each_gamma_are_recorded_for_themselves(llama: Engine, request: pytest.FixtureRequest) -> None:
+    """Dense ones too, in between, and all in the room that was made for the widest."""
+    asked = [replace(r, sampling=Sampling(n)) for r, n in zip(ASKED, (3, 8, 3), strict=True)]
+    want = {r.request_id: r.token_ids for r in llama.run(asked, None)}
+    stand_in: StandIn = request.getfixturevalue("stand_in")
+    one_dense_two_drafted = Pace(((0,), (1,)), 0.9)
+    results = list(llama.run([one_dense_two_drafted, *asked], Draft("random", k=1, gamma=3)))
+    assert {r.request_id: r.token_ids for r in results} == want
+    assert stand_in.slots[-1].ahead == 4
+    assert stand_in.recorded == 2 < stand_in.replayed
+    assert 0 < sum(r.drafted for r in results) < sum(r.rounds for r in results)
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)

@@ -19,7 +19,7 @@ from pipeline.config import CONF, ROOT
 from std_core.drafters import weight_bytes
 from std_core.engine import Engine
 from std_core.ranks import Ranks, _find
-from std_core.types import Draft, Request, Result, Sampling
+from std_core.types import Draft, Pace, Request, Result, Sampling
 
 DRAFTS = {
     "dense": None,
@@ -45,13 +45,14 @@ for path, settings, requests, draft in pickle.load(open(work, "rb")):
     done.append((results, engine.model.new_cache(1).key[0].shape[1], weight_bytes(engine.model)))
 pickle.dump(done, open(answers, "wb"))
 """
+PACE = Pace(((2, 0, 4, 5), (0, 3, 1, 2)), 0.6)
 Tokens = dict[str, list[int]]
 
 
 class Case(NamedTuple):
     path: str
     settings: dict[str, Any]
-    requests: list[Request]
+    requests: list[Request | Pace]
     draft: Draft | None
 
 
@@ -107,6 +108,7 @@ def answers(
     cases["strict"] = Case(path, strict, few, None)
     cases["strict_std"] = Case(path, strict, few[::-1], Draft("random", k=2, gamma=8))
     cases["qwen3_vl"] = Case(str(families("qwen3_vl")), slots, few[:2], DRAFTS["specvlm"])
+    cases["paced"] = Case(path, slots, [PACE, *few], Draft("random", k=2, gamma=5))
     cases["demo"] = Case(str(CONF / "model" / "demo"), slots, few[:2], DRAFTS["specvlm"])
     return dict(zip(cases, two_ranks(list(cases.values()), tmp_path_factory.mktemp("ranks")), strict=True))
 
@@ -153,6 +155,16 @@ def test_draws_without_a_seed_are_the_same_on_both(answers: dict[str, tuple[Answ
     first, second = answers["fresh"]
     assert first.tokens == second.tokens
     assert all(len(tokens) > 1 for tokens in first.tokens.values())
+
+
+def test_ranks_agree_on_the_pace_that_rank_0_is_told(
+    answers: dict[str, tuple[Answer, Answer]], whole: Callable[[str], list[Result]]
+) -> None:
+    first, second = answers["paced"]
+    assert first.tokens == second.tokens == {r.request_id: r.token_ids for r in whole("dense")}
+    counts = [[(r.request_id, r.rounds, r.drafted, r.accept_counts) for r in a.results] for a in (first, second)]
+    assert counts[0] == counts[1]
+    assert 0 < sum(r.drafted for r in first.results) < 5 * sum(r.rounds for r in first.results)
 
 
 def test_strict_texts_are_the_dense_loops_in_bfloat16(answers: dict[str, tuple[Answer, Answer]]) -> None:

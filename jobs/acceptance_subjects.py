@@ -11,7 +11,7 @@ import itertools
 import pydoc_data.topics
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -105,6 +105,14 @@ def subject(
 def captions_of(whole: Subject) -> Subject:
     """Without the questions."""
     return Subject([r for r in whole.requests if not is_question(r.request_id)], whole.inputs, whole.following)
+
+
+def drawn(requests: Sequence[Request], temperature: float = 1.0) -> list[Request]:
+    """The same requests, whose texts are drawn, each with a seed of its own."""
+    return [
+        replace(request, sampling=replace(request.sampling, temperature=temperature, seed=seed))
+        for seed, request in enumerate(requests)
+    ]
 
 
 def is_question(request_id: str) -> bool:

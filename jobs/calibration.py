@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -172,8 +172,9 @@ class _Cell:
     def rows(self) -> int:
         return len(self.asked.requests)
 
-    def seat(self, draft: Draft) -> Pair:
-        return Pair(self.engine, self.asked.requests, self.asked.prepare, draft)
+    def seat(self, draft: Draft, drawn: bool = False) -> Pair:
+        asked = subjects.drawn(self.asked.requests) if drawn else self.asked.requests
+        return Pair(self.engine, asked, self.asked.prepare, draft)
 
     def step(self, read: float, width: int, entries: float, seconds: float) -> Step:
         """
@@ -210,10 +211,17 @@ def _draft(cell: _Cell, grid: Grid, draft: Draft, known: float, found: _Found) -
         pair.once(grid.tokens)
     found.full += _full_steps(cell, pair)
     found.steps.setdefault(draft, []).append(_draft_step(cell, pair))
+    drawn = cell.seat(draft, drawn=True)
+    for _ in range(WARM + grid.pairs):
+        drawn.drafts(grid.tokens)
+    found.acceptance.setdefault(draft, []).extend(_accepted(cell, one, one is drawn) for one in (pair, drawn))
+
+
+def _accepted(cell: _Cell, pair: Pair, drawn: bool) -> Accepted:
     taken = [kept - 1 for kept in pair.drafted.kept if kept > 0]
-    refused = sum(count < draft.gamma for count in taken)
-    accepted = Accepted(round(cell.context), "caption", sum(taken), refused)
-    found.acceptance.setdefault(draft, []).append(accepted)
+    places = range(pair.policy.gamma)
+    accepted, refused = tuple(sum(t > i for t in taken) for i in places), tuple(map(taken.count, places))
+    return Accepted(round(cell.context), "caption", accepted, refused, drawn)
 
 
 def _full_steps(cell: _Cell, pair: Pair) -> list[Step]:
@@ -258,12 +266,17 @@ def _tried(draft: Draft, found: _Found, pair: Account | None) -> Tried:
 
 
 def _merged(seen: Sequence[Accepted]) -> list[Accepted]:
-    """One of each context."""
-    contexts = sorted({a.context for a in seen})
-    groups = [[a for a in seen if a.context == context] for context in contexts]
+    """One of each context and way of choosing tokens."""
+    groups: dict[tuple[bool, int], list[Accepted]] = {}
+    for one in seen:
+        groups.setdefault((one.drawn, one.context), []).append(one)
+
+    def total(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*counts, strict=True)))
+
     return [
-        Accepted(group[0].context, "caption", sum(a.accepted for a in group), sum(a.refused for a in group))
-        for group in groups
+        Accepted(context, "caption", total(a.accepted for a in group), total(a.refused for a in group), drawn)
+        for (drawn, context), group in sorted(groups.items())
     ]
 
 

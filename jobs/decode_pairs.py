@@ -61,6 +61,11 @@ class Pair:
             if any(a != b for a, b in zip(one, other, strict=False)):
                 self.diverged.add(row)
 
+    def drafts(self, tokens: int) -> None:
+        """A segment of the draft alone."""
+        for row, one in enumerate(self._segment(tokens, self.drafting, self.policy.gamma, self.drafted)):
+            self.written[row] += one
+
     def from_the_start(self, strict: int, tokens: int) -> Written:
         """What the dense loop writes with every step padded to `strict` tokens, from the first state on."""
         _put_back(self.slots, self.first)

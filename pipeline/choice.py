@@ -12,21 +12,19 @@ from typing import Literal
 from pipeline.config import Job
 from pipeline.history import History, draft_key, kind_of
 from pipeline.types import Candidate, Planned
-from std_core.account import Account, tokens_per_round
+from std_core.account import Account, Chances
 from std_core.memory import Load, most_slots, terms
 from std_core.profile import Accepted, Cost, Profile, Tried
 from std_core.types import Draft, Pace
 
 GAIN = 1.05  # predicted, below which a draft is not worth its uncertainty
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
-LEVELS = 20  # classes of acceptance that a pace tells apart
+LEVELS = 20  # classes of a first token's acceptance that a pace tells apart
 MEMORY = 0.9  # of a device's, that is planned with
 STANDARD = Draft()
-UNKNOWN = Accepted(2048, "caption", 80, 20)  # of a draft that was not calibrated
+NONE = Chances((0.0,))  # of the dense loop
+UNKNOWN = Accepted(2048, "caption", (80,), (20,))  # of a draft that was not calibrated
 USUAL = {"caption": 128.0, "question": 32.0}  # tokens written where nothing is known
-YIELDS = {  # tokens of a round of γ, in the middle of each class of acceptance
-    gamma: tuple(tokens_per_round((level + 0.5) / LEVELS, gamma) for level in range(LEVELS)) for gamma in (0, *GAMMAS)
-}
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class Setting:
         default: in the place of a choice where there is nothing to choose from.
         engines: that share the work.
         strict: tokens that each verification is padded to, if any.
+        drawn: whether texts are drawn, not greedy.
     """
 
     max_num_seqs: int = 8
@@ -48,14 +47,15 @@ class Setting:
     default: Draft = STANDARD
     engines: int = 1
     strict: int = 0
+    drawn: bool = False
 
 
-def setting_of(job: Job, draft: Draft | None, engines: int = 1) -> Setting:
+def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
     """A job's setting.
 
     Args:
         draft: as `draft_of` has it; a choice is left where `--draft` is `auto` and no number of a draft is given.
-        engines: that share the work.
+        drawn: whether texts are drawn where the job does not say.
     """
     given = (job.gamma, job.keep, job.k) != (None, None, None)
     free = job.draft == "auto" and job.mode == "std" and not given
@@ -64,8 +64,8 @@ def setting_of(job: Job, draft: Draft | None, engines: int = 1) -> Setting:
         job.max_tokens,
         draft="auto" if free else draft,
         default=draft or Draft(),
-        engines=engines,
         strict=job.strict,
+        drawn=drawn if job.temperature is None else job.temperature > 0,
     )
 
 
@@ -190,15 +190,18 @@ def _pace(chosen: Candidate, mix: Mix, profile: Profile, history: History, setti
     ways = [t for t in _each(tried, setting) if slots_of(mix.longest, profile, setting, t.draft) >= chosen.slots]
     grown = _written(mix, profile, history, setting) / mix.count / 2
     dense, drafted = history.speed(None), history.speed(chosen.draft)
+    expected = _expected(tried, mix, history, setting)
+    levels = [expected.moved((level + 0.5) / LEVELS) for level in range(LEVELS)]
+    yields = {gamma: [chances.tokens(gamma) for chances in levels] for gamma in (0, *(t.draft.gamma for t in ways))}
 
     def fastest(rows: int) -> tuple[int, ...]:
         step = Steps(profile, mix, rows, grown)
         times = {t.draft.gamma: step.round(t, setting.strict)[0] * drafted for t in ways}
         if gate:
             times = {0: step.round(None, setting.strict)[0] * dense} | times
-        return tuple(min(times, key=lambda gamma: times[gamma] / YIELDS[gamma][level]) for level in range(LEVELS))
+        return tuple(min(times, key=lambda gamma: times[gamma] / yields[gamma][level]) for level in range(LEVELS))
 
-    return Pace(tuple(map(fastest, range(1, chosen.slots + 1))), chosen.acceptance)
+    return Pace(tuple(map(fastest, range(1, chosen.slots + 1))), expected.at(0))
 
 
 def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
@@ -211,9 +214,9 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
     gamma = draft.gamma if draft else 0
     rounds = rate = 0.0  # of all requests
     for kind, count in mix.kinds:
-        length, a = expected_length(kind, profile, history, setting), _acceptance(tried, mix, kind, history)
-        rounds += count * length / tokens_per_round(a, gamma)
-        rate += count * a
+        length, chances = expected_length(kind, profile, history, setting), _chances(tried, mix, kind, history, setting)
+        rounds += count * length / chances.tokens(gamma)
+        rate += count * chances.rate(gamma)
     written = _written(mix, profile, history, setting)
     step = Steps(profile, mix, min(slots, mix.count), written / mix.count / 2)
     round_s, read = step.round(tried, setting.strict)
@@ -243,11 +246,17 @@ def expected_length(kind: str, profile: Profile, history: History, setting: Sett
     return min(seen, float(setting.max_tokens))
 
 
-def _acceptance(tried: Tried | None, mix: Mix, kind: str, history: History) -> float:
+def _chances(tried: Tried | None, mix: Mix, kind: str, history: History, setting: Setting) -> Chances:
     if tried is None:
-        return 0.0
-    seen = history.acceptance(tried.draft, kind)
-    return seen if seen is not None else tried.accepts(mix.context, kind)
+        return NONE
+    return history.chances(tried.draft, kind) or tried.accepts(mix.context, kind, setting.drawn)
+
+
+def _expected(tried: Tried, mix: Mix, history: History, setting: Setting) -> Chances:
+    """Of all kinds of prompts together."""
+    each = [(_chances(tried, mix, kind, history, setting), count) for kind, count in mix.kinds]
+    places = range(max(len(chances.by_place) for chances, _ in each))
+    return Chances(tuple(sum(chances.at(place) * count for chances, count in each) / mix.count for place in places))
 
 
 @dataclass(frozen=True)

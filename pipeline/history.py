@@ -5,15 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from pipeline.types import Wave
+from std_core.account import Chances, chances
 from std_core.types import Draft, Result
 
 ROUNDS = 3  # of decoding, below which a wave says nothing about its draft
 KEPT = 32  # waves whose figures are kept, the newest
 EVERY = 50  # waves of which one explores
 
-Seen = Mapping[tuple[object, ...], tuple[float, ...]]
+T = TypeVar("T")
+Key = tuple[object, ...]
+Seen = Mapping[Key, tuple[float, ...]]
 
 
 def kind_of(prompt: str) -> str:
@@ -32,13 +36,13 @@ class History:
 
     Attributes:
         waves: handed out so far.
-        accepts: by draft and kind of prompt.
+        accepts: by draft and kind of prompt, the chances of each wave.
         speeds: by draft, measured seconds of rounds over predicted ones.
         lengths: by kind of prompt, mean tokens written.
     """
 
     waves: int = 0
-    accepts: Seen = field(default_factory=dict)
+    accepts: Mapping[Key, tuple[Chances, ...]] = field(default_factory=dict)
     speeds: Seen = field(default_factory=dict)
     lengths: Seen = field(default_factory=dict)
 
@@ -56,15 +60,19 @@ class History:
             lengths = _with(lengths, (kind,), statistics.fmean(len(r.token_ids) for r in some))
             # dense rounds of a wave that drafts judge nothing
             if wave.draft is not None and min(_rounds(some), _judged(some)) >= ROUNDS:
-                accepts = _with(accepts, (draft_key(wave.draft), kind), acceptance(some))
+                accepts = _with(accepts, (draft_key(wave.draft), kind), chances_of(some))
         expected, spent = sum(_foretold(r, wave) for r in good), sum(r.decode_s for r in good)
         if _rounds(good) >= ROUNDS and expected > 0 and spent > 0:
             speeds = _with(speeds, (draft_key(wave.draft),), spent / expected)
         return replace(self, accepts=accepts, speeds=speeds, lengths=lengths)
 
-    def acceptance(self, draft: Draft, kind: str) -> float | None:
-        """a of a draft; None if it has not been seen on such prompts."""
-        return _median(self.accepts, (draft_key(draft), kind))
+    def chances(self, draft: Draft, kind: str) -> Chances | None:
+        """Of a draft, median by median; None if it has not been seen on such prompts."""
+        seen = self.accepts.get((draft_key(draft), kind))
+        if not seen:
+            return None
+        places = max(len(one.by_place) for one in seen)
+        return Chances(tuple(statistics.median(one.at(place) for one in seen) for place in range(places)))
 
     def length(self, kind: str) -> float | None:
         """Tokens that such prompts' texts have; None if none has been seen."""
@@ -85,9 +93,13 @@ class History:
         return turn // EVERY
 
 
-def acceptance(results: Sequence[Result]) -> float:
-    """a of rows that drafted. A row's last round may have been cut by its end, which is no refusal."""
-    return (sum(r.accepted for r in results) + 0.5) / (_judged(results) + 1)
+def chances_of(results: Sequence[Result]) -> Chances:
+    """Of what rows drafted. A row's last round may have been cut by its end, which is no refusal."""
+    places = range(max(len(r.accept_counts) for r in results) - 1)
+    accepted = [sum(sum(r.accept_counts[place + 1 :]) for r in results) for place in places]
+    refused = [sum(sum(r.refuse_counts[place : place + 1]) for r in results) for place in places]
+    judged = max((place + 1 for place in places if accepted[place] + refused[place]), default=0)
+    return chances(accepted[:judged], refused[:judged])
 
 
 def _rounds(results: Sequence[Result]) -> int:
@@ -96,7 +108,7 @@ def _rounds(results: Sequence[Result]) -> int:
 
 def _judged(results: Sequence[Result]) -> int:
     """Drafted tokens that were accepted, and those that ended a round."""
-    return sum(r.accepted + r.refused for r in results)
+    return sum(r.accepted + sum(r.refuse_counts) for r in results)
 
 
 def _foretold(result: Result, wave: Wave) -> float:
@@ -107,9 +119,9 @@ def _foretold(result: Result, wave: Wave) -> float:
     return result.rounds * way.round_s + (result.drafted - result.rounds * gamma) * way.token_s
 
 
-def _with(seen: Seen, key: tuple[object, ...], value: float) -> Seen:
+def _with(seen: Mapping[Key, tuple[T, ...]], key: Key, value: T) -> dict[Key, tuple[T, ...]]:
     return {**seen, key: (*seen.get(key, ()), value)[-KEPT:]}
 
 
-def _median(seen: Seen, key: tuple[object, ...]) -> float | None:
+def _median(seen: Seen, key: Key) -> float | None:
     return statistics.median(seen[key]) if key in seen else None

@@ -115,7 +115,7 @@ def outlook_of(job: Job, facts: Facts) -> dryrun.Outlook:
         if job.profile:
             raise UsageError(f"--mode sparse is refused: {why}")
         print(f"--mode sparse: nothing shows that its texts hold what is asked for: {why}", file=sys.stderr, flush=True)
-    return dryrun.Outlook(profile, setting_of(job, draft), job.price_per_hour)
+    return dryrun.Outlook(profile, setting_of(job, draft, facts.draws), job.price_per_hour)
 
 
 def _waves(planned: Sequence[Planned], outlook: dryrun.Outlook) -> tuple[Wave, ...]:

@@ -39,6 +39,7 @@ class Facts:
         revision: of the checkpoint.
         window: tokens that a request may have in all.
         account: of the whole model, in the job's precision.
+        draws: whether texts are drawn where the job does not say.
         device: where the input is read.
         input_schema: as `Manifest` has it.
     """
@@ -46,6 +47,7 @@ class Facts:
     revision: str
     window: int
     account: Account
+    draws: bool
     device: Device
     input_schema: pa.Schema
 

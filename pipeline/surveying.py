@@ -34,7 +34,7 @@ class Survey:
         manifest = manifest_of(job, prompts)
         here = device_at_hand("cuda" if torch.cuda.is_available() else "cpu")
         revision, account = self.checkpoint.revision, self.checkpoint.account(job.dtype)
-        self.facts = Facts(revision, window, account, here, manifest.input_schema)
+        self.facts = Facts(revision, window, account, self.checkpoint.draws, here, manifest.input_schema)
         self._items, self.closing = manifest.items, Closing(0, 0)
 
     def found(self, done: Set[bytes] = frozenset(), failed: Set[bytes] = frozenset()) -> Iterator[list[Found]]:

@@ -7,6 +7,7 @@ fractions, u_B the fraction of projection weights that any of B sequences activa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +145,43 @@ class Account:
 def tokens_per_round(acceptance: float, gamma: int) -> float:
     """Expected tokens of a round whose drafts are each accepted with this probability: (1 − a^(γ+1)) / (1 − a)."""
     return float(gamma + 1) if acceptance >= 1 else (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
+
+
+@dataclass(frozen=True)
+class Chances:
+    """How likely the tokens of a draft are accepted: at each place the probability if all before it were. The last one
+    holds for all places behind it. A model's draft has much the same everywhere; what is looked up is either wrong at
+    once or right for long."""
+
+    by_place: tuple[float, ...]
+
+    def at(self, place: int) -> float:
+        """From 0 on."""
+        return self.by_place[min(place, len(self.by_place) - 1)]
+
+    def tokens(self, gamma: int) -> float:
+        """Expected tokens of a round of γ, the full model's own included."""
+        reached = [math.prod(map(self.at, range(place))) for place in range(gamma + 1)]
+        return sum(reached)
+
+    def rate(self, gamma: int) -> float:
+        """a of a round of γ: accepted tokens over those that were judged."""
+        accepted, refused = self.tokens(gamma) - 1, 1 - math.prod(map(self.at, range(gamma)))
+        return accepted / (accepted + refused) if accepted + refused else 0.0
+
+    def moved(self, first: float) -> Chances:
+        """With another chance at the first place, and those behind it moved by the same odds."""
+        odds = first / (1 - first) * (1 - self.by_place[0]) / self.by_place[0]
+        return Chances(tuple(p * odds / (p * odds + 1 - p) for p in self.by_place))
+
+
+def chances(accepted: Sequence[int], refused: Sequence[int]) -> Chances:
+    """By how often the token at each place was accepted, and refused where all before it were accepted; never 0 or 1.
+    A place with few cases is taken to be like the one before it."""
+    found: list[float] = []
+    for yes, no in zip(accepted, refused, strict=True):
+        found.append((yes + (found[-1] if found else 0.5)) / (yes + no + 1))
+    return Chances(tuple(found) or (0.5,))
 
 
 def speedup(tokens: float, gamma: int, draft: float, verify: float, dense: float) -> float:

@@ -142,7 +142,7 @@ class Batch:
         self.engine.counters.rounds += 1
         self.engine.counters.row_rounds += seated
         decode = self.engine.checkpoint.decode
-        finished, taken, refusals = [], 0, 0
+        finished, taken, lost = [], 0, 0  # rows whose first drafted token was accepted, or refused
         for slot, (row, (tokens, _, accepted, proposed, stopped, broken)) in enumerate(
             zip(self.rows, done, strict=True)
         ):
@@ -155,15 +155,15 @@ class Batch:
                 accepted = proposed = 0
             refused = accepted < proposed  # where a row's end cuts a round, both are what was kept
             row.accept_counts[accepted] += 1
+            row.refuse_counts[accepted] += refused
             row.proposed += proposed
-            row.refused += refused
-            taken, refusals = taken + accepted, refusals + refused
+            taken, lost = taken + (accepted > 0), lost + (refused and not accepted)
             if broken:
                 why = f"the model gave no finite logits after {len(row.written)} tokens"
                 finished.append((slot, row.result("error", decode, RequestError("nan_logits", why))))
             elif reason := row.ends(stopped, decode):
                 finished.append((slot, row.result(reason, decode)))
-        self.lately.append((taken, refusals))
+        self.lately.append((taken, lost))
         for slot, _ in finished:
             self.rows[slot] = None
             for count in (self.slots.length, self.slots.draft_length, self.slots.total, self.slots.written):

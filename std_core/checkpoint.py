@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
 from transformers.video_utils import VideoMetadata
 
 from std_core.account import Account
@@ -115,6 +115,14 @@ class Checkpoint:
     def max_model_len(self) -> int:
         """The window: prompt, visual tokens and what is written, together."""
         return int(self.config.get_text_config().max_position_embeddings)
+
+    @property
+    def draws(self) -> bool:
+        """Whether texts are drawn, not greedy, where a request does not say."""
+        try:
+            return bool(GenerationConfig.from_pretrained(self.source["pretrained_model_name_or_path"]).do_sample)
+        except OSError:  # it has no such configuration
+            return False
 
     def account(self, dtype: str) -> Account:
         """Sizes of the whole model, with weights and cache in a precision."""

@@ -97,7 +97,7 @@ def _free(tried: Tried) -> Tried:
 
 
 def _expected(rate: float) -> tuple[Accepted, ...]:
-    return (Accepted(DISTANT, "caption", round(SAMPLE * rate), round(SAMPLE * (1 - rate))),)
+    return (Accepted(DISTANT, "caption", (round(SAMPLE * rate),), (round(SAMPLE * (1 - rate)),)),)
 
 
 def _processor() -> str:

@@ -105,6 +105,7 @@ class Prefill:
         if not logits.isfinite().all():
             raise RequestError("nan_logits", "the model gave no finite logits behind the prompt")
         held, view = yield from self._view(prompt, slot, prefix, mass)
+        rounds = self.draft.gamma + 1 if self.draft else 1  # kinds of them
         row = Row(
             request=request,
             rule=rule,
@@ -116,7 +117,8 @@ class Prefill:
             weight_keep=self.engine.weight_keep(self.draft),
             vision_s=vision_s,
             prefill_s=0.0,
-            accept_counts=[0] * (self.draft.gamma + 1 if self.draft else 1),
+            accept_counts=[0] * rounds,
+            refuse_counts=[0] * rounds,
             view=view,
         )
         row.written.append(self._first(slot, row, prompt, logits))

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from std_core.account import Account
+from std_core.account import Account, Chances, chances
 from std_core.types import Draft
 
-VERSION = 2
+VERSION = 3
 RETRIEVES = 0.9  # of what the dense loop finds, that a draft has to find whose text nothing verifies
 KINDS = ("caption", "question")  # of prompts, as texts differ in length and in how well they can be foretold
 
@@ -77,17 +77,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Drafted tokens that were accepted at a context and kind of prompt, and rounds that ended with a refusal."""
+    """Drafted tokens at a context and kind of prompt, by their place in a round: how often they were accepted, and how
+    often refused where all before them were accepted. `drawn`: of texts that are drawn at temperature 1, not greedy."""
 
     context: int
     kind: str
-    accepted: int
-    refused: int
+    accepted: tuple[int, ...]
+    refused: tuple[int, ...]
+    drawn: bool = False
 
     @property
-    def rate(self) -> float:
-        """a, the probability that a drafted token is accepted if those before it are; never 0 or 1."""
-        return (self.accepted + 0.5) / (self.accepted + self.refused + 1)
+    def chances(self) -> Chances:
+        return chances(self.accepted, self.refused)
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,11 @@ class Tried:
     pair: Account | None = None
     retrieved: tuple[Retrieved, ...] = ()
 
-    def accepts(self, context: float, kind: str) -> float:
-        """a where it was measured nearest by, of this kind of prompt if any was."""
-        same = [a for a in self.acceptance if a.kind == kind] or self.acceptance
-        return min(same, key=lambda a: abs(math.log(max(1.0, context) / max(1, a.context)))).rate
+    def accepts(self, context: float, kind: str, drawn: bool = False) -> Chances:
+        """Of what was measured nearest by, in this way of choosing tokens and of this kind of prompt if any was."""
+        alike = [a for a in self.acceptance if a.drawn == drawn] or self.acceptance
+        same = [a for a in alike if a.kind == kind] or alike
+        return min(same, key=lambda a: abs(math.log(max(1.0, context) / max(1, a.context)))).chances
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,10 @@ def _cost(content: Mapping[str, Any]) -> Cost:
 
 
 def _tried(content: Mapping[str, Any]) -> Tried:
-    accepted = tuple(Accepted(**a) for a in content["acceptance"])
+    accepted = tuple(
+        Accepted(**{**a, "accepted": tuple(a["accepted"]), "refused": tuple(a["refused"])})
+        for a in content["acceptance"]
+    )
     pair = _account(content["pair"])
     retrieved = tuple(Retrieved(**r) for r in content["retrieved"])
     return Tried(Draft(**content["draft"]), _cost(content["cost"]), tuple(content["once"]), accepted, pair, retrieved)

@@ -26,11 +26,11 @@ class Row:
     vision_s: float
     prefill_s: float
     accept_counts: list[int]  # [i]: rounds in which i drafted tokens were accepted
+    refuse_counts: list[int]  # [i]: of those the rounds in which one more was proposed
     view: Chosen | None = None
     written: list[int] = field(default_factory=list)
     drafted: int = 0
     proposed: int = 0
-    refused: int = 0
     decode_s: float = 0.0
 
     def ends(self, stopped: bool, decode: Callable[[list[int]], str]) -> FinishReason | None:
@@ -68,8 +68,8 @@ class Row:
             drafted=self.drafted,
             proposed=self.proposed,
             accepted=sum(i * n for i, n in enumerate(self.accept_counts)),
-            refused=self.refused,
             accept_counts=tuple(self.accept_counts),
+            refuse_counts=tuple(self.refuse_counts),
             vision_s=self.vision_s,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,

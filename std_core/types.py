@@ -185,7 +185,7 @@ class Draft:
 @dataclass(frozen=True)
 class Pace:
     """How many tokens a round drafts, in the place of a draft's one γ: by the rows that take part in it, and by how
-    much of what was drafted lately has been accepted.
+    many of the first tokens that were drafted lately have been accepted, which no γ makes more or less likely.
 
     Args:
         gammas: γ by [rows - 1][class of acceptance], whose classes divide 0 to 1 evenly; 0 is a dense step. With more
@@ -214,8 +214,8 @@ class Pace:
         return classes[min(int(acceptance * len(classes)), len(classes) - 1)]
 
     def acceptance(self, rounds: Sequence[tuple[int, int]]) -> float:
-        """a by the last rounds' (accepted tokens, refusals), once `ROUNDS` of them have any; the expected one before.
-        That weighs as much as one token."""
+        """a by the last rounds' (accepted first tokens, refused ones), once `ROUNDS` of them have any; the expected one
+        before. That weighs as much as one token."""
         if sum(map(any, rounds)) < ROUNDS:
             return self.expected
         accepted, refused = map(sum, zip(*rounds, strict=True))
@@ -262,8 +262,8 @@ class Result:
     drafted: int = 0  # tokens, γ of each round
     proposed: int = 0  # of them, without what lay behind the text's end
     accepted: int = 0  # bonus tokens excluded
-    refused: int = 0  # rounds in which not all of what was proposed was accepted
     accept_counts: tuple[int, ...] = ()  # [i]: rounds in which i drafted tokens were accepted
+    refuse_counts: tuple[int, ...] = ()  # [i]: of those the rounds in which one more was proposed
     vision_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from pipeline.choice import Mix, Setting, choose
-from pipeline.history import ROUNDS, History, acceptance, kind_of
+from pipeline.history import ROUNDS, History, chances_of, kind_of
 from pipeline.types import Candidate, FramePlan, Item, Planned, RequestError, VideoInfo, Wave
-from std_core.account import Account
+from std_core.account import Account, Chances
 from std_core.profile import Accepted, Cost, Device, Profile, Tried
 from std_core.types import Draft, Result
 
@@ -23,7 +23,7 @@ def wave(draft: Draft | None, *prompts: str) -> Wave:
 
 def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Result:
     """Of a row with so many rounds in which i of len(counts) - 1 tokens were accepted."""
-    accepted, rounds, refused = sum(i * n for i, n in enumerate(counts)), sum(counts), sum(counts[:-1])
+    accepted, rounds = sum(i * n for i, n in enumerate(counts)), sum(counts)
     tokens, drafted = [7] * (accepted + rounds + 1), (len(counts) - 1) * rounds
     return Result(
         str(number),
@@ -33,7 +33,8 @@ def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Resul
         rounds=rounds,
         drafted=drafted,
         accepted=accepted,
-        refused=refused,
+        accept_counts=counts,
+        refuse_counts=(*counts[:-1], 0),
         decode_s=decode_s,
     )
 
@@ -42,20 +43,25 @@ def test_prompts_that_ask_are_questions() -> None:
     assert kind_of("How many? ") == "question" and kind_of("What you see: describe it.") == "caption"
 
 
-def test_acceptance_is_what_was_accepted_over_what_was_judged() -> None:
-    assert acceptance([result(0, (0, 0, 0, 0, 5))]) == pytest.approx(20.5 / 21)
-    assert acceptance([result(0, (3, 0, 0, 0, 1))]) == pytest.approx(4.5 / 8)
-    cut = replace(result(0, (2, 1, 0, 0, 1)), refused=2)  # a row's end is no refusal
-    assert acceptance([cut]) == pytest.approx(5.5 / 8)
+def test_chances_are_of_each_place_in_a_round() -> None:
+    """Of those rounds that came so far; a place is taken to be like the one before it, as if one more token said so."""
+    every = chances_of([result(0, (0, 0, 0, 0, 5))]).by_place
+    assert every[0] == pytest.approx(5.5 / 6) and every[1] == pytest.approx((5 + every[0]) / 6)
+    late = chances_of([result(0, (3, 0, 0, 0, 1)), result(1, (2, 0, 0, 0, 4))]).by_place
+    assert late[0] == pytest.approx(5.5 / 11) and late[3] > late[2] > late[1] > 0.9
+    cut = replace(result(0, (2, 1, 0, 0, 1)), refuse_counts=(2, 0, 0, 0, 0))  # a row's end is no refusal
+    assert chances_of([cut]).at(0) == pytest.approx(2.5 / 5) and chances_of([cut]).at(1) == pytest.approx(1.5 / 2)
+    assert chances_of([result(0, (7, 0))]) == chances_of([result(0, (7, 0, 0, 0))])  # whatever nobody came to
 
 
 def test_waves_are_remembered_by_their_median() -> None:
     history = History()
     for full in (1, 9, 2):
         history = history.observed(wave(DRAFT, "Describe."), [result(0, (4, 0, 0, 0, full))])
-    assert history.acceptance(DRAFT, "caption") == pytest.approx((8 + 0.5) / (8 + 4 + 1))
-    assert history.acceptance(Draft("std", gamma=9), "caption") == history.acceptance(DRAFT, "caption")
-    assert history.acceptance(DRAFT, "question") is None and history.acceptance(Draft("random"), "caption") is None
+    seen = history.chances(DRAFT, "caption")
+    assert seen is not None and seen.at(0) == pytest.approx((2 + 0.5) / (2 + 4 + 1))
+    assert history.chances(Draft("std", gamma=9), "caption") == seen
+    assert history.chances(DRAFT, "question") is None and history.chances(Draft("random"), "caption") is None
     assert history.length("caption") == 1 + 6 + 8
     assert history.speed(DRAFT) == pytest.approx(1 / 0.6)  # 6 rounds of 0.1 s took 1 s
     assert history.speed(None) == history.speed(DRAFT)  # for want of its own
@@ -63,7 +69,7 @@ def test_waves_are_remembered_by_their_median() -> None:
 
 def test_too_few_rounds_and_errors_say_nothing() -> None:
     few = History().observed(wave(DRAFT, "Describe."), [result(0, (ROUNDS - 1, 0, 0, 0, 0))])
-    assert few.acceptance(DRAFT, "caption") is None and few.speed(DRAFT) == 1
+    assert few.chances(DRAFT, "caption") is None and few.speed(DRAFT) == 1
     failed = Result("0", [], "", "error", error=RequestError("nan_logits", "x"))
     assert History().observed(wave(DRAFT, "Describe."), [failed]) == History()
 
@@ -81,22 +87,22 @@ def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
 def test_dense_rounds_of_a_wave_that_drafts_say_nothing_of_its_acceptance() -> None:
     dense = Result("0", [7] * 40, "", "stop", rounds=40, decode_s=1.0)
     seen = History().observed(wave(DRAFT, "Describe."), [dense])
-    assert seen.acceptance(DRAFT, "caption") is None and seen.length("caption") == 40
-    some = replace(dense, drafted=8, accepted=3, refused=3)  # of rounds of other γ than the draft's
-    assert History().observed(wave(DRAFT, "Describe."), [some]).acceptance(DRAFT, "caption") == pytest.approx(0.5)
+    assert seen.chances(DRAFT, "caption") is None and seen.length("caption") == 40
+    some = replace(dense, drafted=8, accepted=3, accept_counts=(37, 3), refuse_counts=(3, 0))  # 34 of them were dense
+    assert History().observed(wave(DRAFT, "Describe."), [some]).chances(DRAFT, "caption") == Chances((0.5,))
 
 
 def test_kinds_are_told_apart_in_one_wave() -> None:
     history = History().observed(
         wave(DRAFT, "Describe.", "Why?"), [result(0, (5, 0, 0, 0, 0)), result(1, (0, 0, 0, 0, 5))]
     )
-    low, high = history.acceptance(DRAFT, "caption"), history.acceptance(DRAFT, "question")
-    assert low is not None and high is not None and low < 0.2 < 0.9 < high
+    low, high = history.chances(DRAFT, "caption"), history.chances(DRAFT, "question")
+    assert low is not None and high is not None and low.at(0) < 0.2 < 0.9 < high.at(0)
 
 
 def test_what_was_seen_changes_the_choice() -> None:
     account = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=8_030_000_000)
-    tried = Tried(DRAFT, Cost(), (0.0, 0.0), (Accepted(1000, "caption", 95, 5),))
+    tried = Tried(DRAFT, Cost(), (0.0, 0.0), (Accepted(1000, "caption", (95,), (5,)),))
     device = Device("A100", "cuda", 2e12, 80e9, 312e12)
     profile = Profile(device, "m", "bfloat16", account, Cost(), (0.0, 0.0, 0.0), 0.0, (tried,))
     setting = Setting()

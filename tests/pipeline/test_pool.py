@@ -20,8 +20,8 @@ from std_core.types import Draft, Result
 LLAMA = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=8_030_000_000)
 GPU = Device("A100", "cuda", 2e12, 80e9, 312e12)
 FLAT = Cost(1.0, 1e-3)
-GOOD = Tried(Draft("std", weights="int4"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", 90, 10),))
-POOR = Tried(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", 60, 40),))
+GOOD = Tried(Draft("std", weights="int4"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (90,), (10,)),))
+POOR = Tried(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (60,), (40,)),))
 PROFILE = Profile(GPU, "m", "bfloat16", LLAMA, FLAT, (0.0, 1e-4, 0.0), 1e-5, (GOOD, POOR))
 HUGE = 10_000_000  # tokens that no device holds
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2VLConfig, Qwen3MoeConfig
 
-from std_core.account import Account, speedup, tokens_per_round
+from std_core.account import Account, Chances, chances, speedup, tokens_per_round
 from std_core.types import Draft
 
 LLAMA = Account.of(
@@ -81,3 +81,35 @@ def test_a_speedup_is_tokens_over_time() -> None:
     assert speedup(1, 0, 9, 5, 5) == 1
     assert speedup(4, 4, 1, 5, 5) == pytest.approx(20 / 9)
     assert math.isclose(speedup(2.5, 2, 10, 60, 50), 125 / 80)
+
+
+PLACES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=12)
+
+
+@given(st.floats(0.01, 0.99), st.integers(0, 12), st.integers(1, 5))
+def test_a_chance_that_is_the_same_everywhere_is_an_acceptance(a: float, gamma: int, places: int) -> None:
+    found = Chances((a,) * places)
+    assert found.tokens(gamma) == pytest.approx(tokens_per_round(a, gamma))
+    assert found.rate(gamma) == pytest.approx(a if gamma else 0.0)
+
+
+@given(PLACES, st.floats(0.02, 0.98), st.integers(1, 14))
+def test_chances_are_moved_by_the_same_odds_everywhere(seen: list[tuple[int, int]], first: float, gamma: int) -> None:
+    found = chances(*zip(*seen, strict=True))
+    assert all(0 < p < 1 for p in found.by_place)
+    moved = found.moved(first)
+    assert moved.at(0) == pytest.approx(first)
+    assert moved.moved(found.at(0)).by_place == pytest.approx(found.by_place)
+    assert (moved.tokens(gamma) >= found.tokens(gamma)) == (first >= found.at(0)) or first == pytest.approx(found.at(0))
+    assert 1 < found.tokens(gamma) < gamma + 1 and found.tokens(gamma) < found.tokens(gamma + 1)
+
+
+def test_what_is_looked_up_is_wrong_at_once_or_right_for_long() -> None:
+    """Counts of a run: 201 of 347 rounds were refused at once, 58 accepted to the end; tokens per round of every γ are
+    those of the run, which no single acceptance gives."""
+    ends = (201, 39, 11, 14, 8, 7, 5, 4)
+    reached = [58 + sum(ends[place:]) for place in range(9)]
+    found = chances(reached[1:], ends)
+    for gamma in range(1, 9):
+        assert found.tokens(gamma) == pytest.approx(sum(reached[: gamma + 1]) / reached[0], rel=0.01)
+    assert found.rate(8) > found.rate(2) + 0.1

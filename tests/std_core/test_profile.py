@@ -40,11 +40,15 @@ PROFILE = Profile(
             Draft("std"),
             Cost(),
             (1e-3, 1e-6),
-            (Accepted(512, "caption", 9, 1), Accepted(8192, "caption", 6, 4)),
+            (Accepted(512, "caption", (9,), (1,)), Accepted(8192, "caption", (6,), (4,))),
             retrieved=(Retrieved(512, 32, 30, 29), Retrieved(8192, 32, 28, 12)),
         ),
         Tried(
-            Draft("specvlm", model="x"), Cost(), (0, 0), (Accepted(512, "question", 1, 1),), replace(ACCOUNT, layers=1)
+            Draft("specvlm", model="x"),
+            Cost(),
+            (0, 0),
+            (Accepted(512, "question", (1, 0), (1, 1), drawn=True),),
+            replace(ACCOUNT, layers=1),
         ),
     ),
     ((0.5, 1, 0.5), (0.5, 8, 0.95)),
@@ -100,11 +104,11 @@ def test_what_is_no_profile_is_refused(change: dict[str, object], why: str) -> N
 
 def test_acceptance_is_of_the_nearest_context_and_its_kind() -> None:
     std, pair = PROFILE.drafts
-    assert std.accepts(700, "caption") == pytest.approx(9.5 / 11) and std.accepts(5000, "caption") == pytest.approx(
-        6.5 / 11
-    )
+    assert std.accepts(700, "caption").by_place == pytest.approx((9.5 / 11,))
+    assert std.accepts(5000, "caption").by_place == pytest.approx((6.5 / 11,))
     assert std.accepts(700, "question") == std.accepts(700, "caption")  # for want of its own
-    assert pair.accepts(1, "question") == pytest.approx(0.5)
+    assert std.accepts(700, "caption", drawn=True) == std.accepts(700, "caption")
+    assert pair.accepts(1, "question", drawn=True).by_place == pytest.approx((0.5, 0.25))
 
 
 def test_unions_are_of_the_nearest_batch() -> None:

@@ -24,9 +24,8 @@ MEMORY = 0.9  # of a device's, that is planned with
 STANDARD = Draft()
 UNKNOWN = Accepted(2048, "caption", 80, 20)  # of a draft that was not calibrated
 USUAL = {"caption": 128.0, "question": 32.0}  # tokens written where nothing is known
-YIELDS = {  # tokens of a round of γ, in the middle of each class of acceptance
-    gamma: tuple(tokens_per_round((level + 0.5) / LEVELS, gamma) for level in range(LEVELS)) for gamma in (0, *GAMMAS)
-}
+# tokens of a round of γ, in the middle of each class of acceptance
+YIELDS = {g: tuple(tokens_per_round((i + 0.5) / LEVELS, g) for i in range(LEVELS)) for g in (0, *GAMMAS)}
 
 
 @dataclass(frozen=True)
@@ -126,6 +125,7 @@ def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn:
     others = [c for c in found if c is not chosen]
     if chosen and chosen.draft is not None:
         chosen = replace(chosen, pace=_pace(chosen, mix, profile, history, setting, gate=not explores))
+        chosen = replace(chosen, memory=tuple(memory_of(mix.longest, profile, chosen.widest, chosen.slots).items()))
     return *filter(None, [chosen]), *others
 
 
@@ -178,8 +178,9 @@ def _best(tried: Tried, mix: Mix, profile: Profile, history: History, setting: S
 
 def _each(tried: Tried, setting: Setting) -> list[Tried]:
     """A draft with every γ."""
-    gammas = [g for g in GAMMAS if not setting.strict or g < setting.strict]
-    return [replace(tried, draft=replace(tried.draft, gamma=g)) for g in gammas]
+    return [
+        replace(tried, draft=replace(tried.draft, gamma=g)) for g in GAMMAS if not setting.strict or g < setting.strict
+    ]
 
 
 def _pace(chosen: Candidate, mix: Mix, profile: Profile, history: History, setting: Setting, gate: bool) -> Pace:
@@ -204,8 +205,7 @@ def _pace(chosen: Candidate, mix: Mix, profile: Profile, history: History, setti
 def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
     """What is expected of a draft, or of decoding densely; None if it does not fit."""
     draft, pair = (tried.draft, tried.pair) if tried else (None, None)
-    memory = MEMORY * profile.device.memory
-    slots = most_slots(profile.account, mix.longest, memory, setting.max_num_seqs, draft, pair)
+    slots = slots_of(mix.longest, profile, setting, draft)
     if not slots:
         return None
     gamma = draft.gamma if draft else 0

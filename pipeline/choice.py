@@ -5,13 +5,12 @@ Pure sums over a profile and what was seen so far; knows no queue, no engine and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from pipeline.config import Job
-from pipeline.history import History, draft_key, kind_of
-from pipeline.types import Candidate, Planned
+from pipeline.history import History, draft_key
+from pipeline.setting import Mix, Setting
+from pipeline.types import Candidate
 from std_core.account import Account, Chances
 from std_core.memory import Load, most_slots, terms
 from std_core.profile import Accepted, Cost, Profile, Tried
@@ -21,86 +20,9 @@ GAIN = 1.05  # predicted, below which a draft is not worth its uncertainty
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
 LEVELS = 20  # classes of a first token's acceptance that a pace tells apart
 MEMORY = 0.9  # of a device's, that is planned with
-STANDARD = Draft()
 NONE = Chances((0.0,))  # of the dense loop
 UNKNOWN = Accepted(2048, "caption", (80,), (20,))  # of a draft that was not calibrated
 USUAL = {"caption": 128.0, "question": 32.0}  # tokens written where nothing is known
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a job says of its waves.
-
-    Args:
-        max_num_seqs: slots at most.
-        draft: used ungated; None decodes densely; `auto` is a choice.
-        default: in the place of a choice where there is nothing to choose from.
-        engines: that share the work.
-        strict: tokens that each verification is padded to, if any.
-        drawn: whether texts are drawn, not greedy.
-    """
-
-    max_num_seqs: int = 8
-    max_tokens: int = 256
-    prefill_chunk: int = 2048
-    draft: Draft | Literal["auto"] | None = "auto"
-    default: Draft = STANDARD
-    engines: int = 1
-    strict: int = 0
-    drawn: bool = False
-
-
-def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
-    """A job's setting.
-
-    Args:
-        draft: as `draft_of` has it; a choice is left where `--draft` is `auto` and no number of a draft is given.
-        drawn: whether texts are drawn where the job does not say.
-    """
-    given = (job.gamma, job.keep, job.k) != (None, None, None)
-    free = job.draft == "auto" and job.mode == "std" and not given
-    return Setting(
-        job.max_num_seqs,
-        job.max_tokens,
-        draft="auto" if free else draft,
-        default=draft or Draft(),
-        strict=job.strict,
-        drawn=drawn if job.temperature is None else job.temperature > 0,
-    )
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A wave's requests in sums: means in tokens, kinds of prompt with their numbers. `longest` has the most visual
-    tokens of any and the most text of any, since each of the two stores is as long as its longest row."""
-
-    count: int
-    context: float
-    visual: float
-    videos: int
-    longest: Load
-    kinds: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of(cls, requests: Sequence[Planned], setting: Setting) -> Mix:
-        count = len(requests)
-        visual, text = max(r.plan.tokens for r in requests), max(r.context - r.plan.tokens for r in requests)
-        kinds: dict[str, int] = {}
-        for request in requests:
-            kind = kind_of(request.item.prompt)
-            kinds[kind] = kinds.get(kind, 0) + 1
-        return cls(
-            count,
-            sum(r.context for r in requests) / count,
-            sum(r.plan.tokens for r in requests) / count,
-            len({(r.info.uri, r.plan.times) for r in requests}),
-            Load(visual + text, visual, setting.max_tokens, setting.prefill_chunk),
-            tuple(sorted(kinds.items())),
-        )
-
-
-def load_of(request: Planned, setting: Setting) -> Load:
-    return Load(request.context, request.plan.tokens, setting.max_tokens, setting.prefill_chunk)
 
 
 def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn: int) -> tuple[Candidate, ...]:
@@ -126,6 +48,7 @@ def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn:
     others = [c for c in found if c is not chosen]
     if chosen and chosen.draft is not None:
         chosen = replace(chosen, pace=_pace(chosen, mix, profile, history, setting, gate=not explores))
+        chosen = replace(chosen, memory=tuple(memory_of(mix.longest, profile, chosen.widest, chosen.slots).items()))
     return *filter(None, [chosen]), *others
 
 
@@ -178,8 +101,9 @@ def _best(tried: Tried, mix: Mix, profile: Profile, history: History, setting: S
 
 def _each(tried: Tried, setting: Setting) -> list[Tried]:
     """A draft with every γ."""
-    gammas = [g for g in GAMMAS if not setting.strict or g < setting.strict]
-    return [replace(tried, draft=replace(tried.draft, gamma=g)) for g in gammas]
+    return [
+        replace(tried, draft=replace(tried.draft, gamma=g)) for g in GAMMAS if not setting.strict or g < setting.strict
+    ]
 
 
 def _pace(chosen: Candidate, mix: Mix, profile: Profile, history: History, setting: Setting, gate: bool) -> Pace:
@@ -207,8 +131,7 @@ def _pace(chosen: Candidate, mix: Mix, profile: Profile, history: History, setti
 def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
     """What is expected of a draft, or of decoding densely; None if it does not fit."""
     draft, pair = (tried.draft, tried.pair) if tried else (None, None)
-    memory = MEMORY * profile.device.memory
-    slots = most_slots(profile.account, mix.longest, memory, setting.max_num_seqs, draft, pair)
+    slots = slots_of(mix.longest, profile, setting, draft)
     if not slots:
         return None
     gamma = draft.gamma if draft else 0

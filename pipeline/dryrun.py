@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.choice import Mix, Setting, choose
+from pipeline.choice import choose
 from pipeline.history import History
 from pipeline.prepare import Failed
 from pipeline.profile import provenance
+from pipeline.setting import Mix, Setting
 from pipeline.types import Candidate, Wave
 from std_core.devices import NAMED, published, unmeasured
 from std_core.profile import Profile

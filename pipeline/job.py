@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import dryrun, rows
-from pipeline.choice import setting_of
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, parse_job
 from pipeline.ledger import LeaseLost
 from pipeline.pool import Pool, fitting
@@ -21,6 +20,7 @@ from pipeline.prepare import Failed
 from pipeline.profile import profile_for, unfit_alone
 from pipeline.progress import Watch
 from pipeline.schedule import History, plan
+from pipeline.setting import setting_of
 from pipeline.sink import Output, open_output
 from pipeline.survey import Apart, Facts, Surveyor
 from pipeline.types import Answer, Planned, RequestError, RunError, UsageError, Wave

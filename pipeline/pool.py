@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pipeline.ahead import Source
-from pipeline.choice import Setting
 from pipeline.history import History
 from pipeline.prepare import Failed, Found, Pending
 from pipeline.schedule import misfit, plan
+from pipeline.setting import Setting
 from pipeline.types import Planned, UsageError, Wave
 from std_core.profile import Device, Profile
 from std_core.types import Result

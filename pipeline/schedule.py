@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 
-from pipeline.choice import MEMORY, Mix, Setting, choose, fallback, load_of, memory_of, slots_of
+from pipeline.choice import MEMORY, choose, fallback, memory_of, slots_of
 from pipeline.history import History
+from pipeline.setting import Mix, Setting, load_of
 from pipeline.types import Planned, RequestError, UsageError, Wave
 from std_core.memory import Load
 from std_core.profile import Profile

@@ -205,13 +205,20 @@ class Candidate:
     memory: tuple[tuple[str, float], ...] = ()
     pace: Pace | None = None
 
+    @property
+    def widest(self) -> Draft | None:
+        """The draft with the largest γ that any of its rounds may have."""
+        if self.draft is None or self.pace is None:
+            return self.draft
+        return replace(self.draft, gamma=max(self.draft.gamma, self.pace.most))
+
 
 @dataclass(frozen=True)
 class Setup:
     """How an engine decodes: what drafts (None decodes densely), in how many slots, and how much in which round. The
     last may change on the way: setups that differ in nothing else are alike."""
 
-    draft: Draft | None  # with the largest γ that a pace has
+    draft: Draft | None  # with the largest γ that any round may have
     max_num_seqs: int
     pace: Pace | None = field(default=None, compare=False)
 
@@ -238,9 +245,8 @@ class Wave:
 
     @property
     def setup(self) -> Setup:
-        if self.draft is None or self.pace is None:
-            return Setup(self.draft, self.max_num_seqs)
-        return Setup(replace(self.draft, gamma=self.pace.most), self.max_num_seqs, self.pace)
+        draft = self.why[0].widest if self.why else self.draft
+        return Setup(draft, self.max_num_seqs, self.pace)
 
 
 @dataclass(frozen=True)

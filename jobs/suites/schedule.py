@@ -28,11 +28,12 @@ from rich.table import Table
 import acceptance_subjects as subjects
 import calibration
 from decode_pairs import Clock, Pair, ratio
-from pipeline.choice import Mix, Setting, choose
+from pipeline.choice import choose
 from pipeline.config import parse_flags
 from pipeline.dryrun import name_of
 from pipeline.history import History
 from pipeline.profile import read_profile
+from pipeline.setting import Mix, Setting
 from pipeline.types import Candidate, UsageError
 from std_core.engine import Engine
 from std_core.memory import Load

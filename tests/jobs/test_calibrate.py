@@ -49,7 +49,8 @@ def test_a_profile_holds_every_draft_and_cost(calibrated: Path) -> None:
         ("std", "full"), ("std", "int8"), ("ngram", "full"), ("full", "full"),
     ]  # fmt: skip
     for tried in profile.drafts:
-        assert len(tried.acceptance) == 2 and all(a.accepted + a.refused > 0 for a in tried.acceptance)
+        assert [(a.drawn, a.context > 100) for a in tried.acceptance] == [(False, True)] * 2 + [(True, True)] * 2
+        assert all(len(a.accepted) == tried.draft.gamma and a.accepted[0] + a.refused[0] > 0 for a in tried.acceptance)
         assert tried.cost.seconds(1e-4, 1, 100) > 0
     assert profile.full.seconds(1e-4, 8, 1000) > 0 and profile.prefill_s(100) > 0 and profile.vision > 0
     assert {rows for _, rows, _ in profile.union} == {1, 2, 4, 8}

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.choice import Setting
 from pipeline.dryrun import Outlook, name_of, report, seconds, table
 from pipeline.prepare import Failed, Pending
 from pipeline.schedule import History, plan
+from pipeline.setting import Setting
 from pipeline.types import FramePlan, Item, Planned, RequestError, VideoInfo
 from std_core.account import Account
 from std_core.devices import NAMED, published, unmeasured

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.choice import Mix, Setting, choose
+from pipeline.choice import choose
 from pipeline.history import ROUNDS, History, chances_of, kind_of
+from pipeline.setting import Mix, Setting
 from pipeline.types import Candidate, FramePlan, Item, Planned, RequestError, VideoInfo, Wave
 from std_core.account import Account, Chances
 from std_core.profile import Accepted, Cost, Device, Profile, Tried

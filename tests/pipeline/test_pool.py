@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import pool as pool_module
-from pipeline.choice import Setting
 from pipeline.pool import Pool, fitting
 from pipeline.prepare import Failed, Found, Pending
+from pipeline.setting import Setting
 from pipeline.types import FramePlan, Item, Planned, RequestError, UsageError, VideoInfo, Wave
 from std_core.account import Account
 from std_core.profile import Accepted, Cost, Device, Profile, Tried
@@ -160,7 +160,17 @@ def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
     assert first is not None and first.draft is not None and first.draft.weights == "int4"
     many = 40 * first.draft.gamma
     results = [
-        Result(r.request_id, [1] * 40, "", "length", rounds=40, drafted=many, proposed=many, refused=40)
+        Result(
+            r.request_id,
+            [1] * 40,
+            "",
+            "length",
+            rounds=40,
+            drafted=many,
+            proposed=many,
+            accept_counts=(40,),
+            refuse_counts=(40,),
+        )
         for r in first.requests
     ]
     for _ in range(3):

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.choice import GAIN, GAMMAS, LEVELS, MEMORY, Mix, Steps, choose
+from pipeline.choice import GAIN, GAMMAS, LEVELS, MEMORY, Steps, choose
 from pipeline.history import EVERY
 from pipeline.schedule import HALF, LIKE, WAVE, History, Setting, cut, misfit, plan
+from pipeline.setting import Mix
 from pipeline.types import Candidate, FramePlan, Item, Planned, UsageError, VideoInfo, Wave
 from std_core.account import Account, tokens_per_round
 from std_core.memory import Load, terms
@@ -347,8 +348,12 @@ def test_no_pace_has_a_slower_gamma_than_another(
     some = mix(contexts, setting)
     chosen = choose(some, profile, history, setting, 0)[0]
     assume(chosen.draft is not None)
-    assert chosen.pace is not None and len(chosen.pace.gammas) == chosen.slots
+    assert chosen.draft is not None and chosen.pace is not None and len(chosen.pace.gammas) == chosen.slots
     gammas = [g for g in GAMMAS if not strict or g < strict]
+    step = Steps(profile, some, min(chosen.slots, len(contexts)), 64.0)
+    for g in gammas:  # what rounds of another γ are expected to take follows from the chosen one's
+        seconds = step.round(replace(tried, draft=replace(tried.draft, gamma=g)), strict)[0] / step.rows
+        assert chosen.round_s + (g - chosen.draft.gamma) * chosen.token_s == pytest.approx(seconds)
     for rows, found in enumerate(chosen.pace.gammas, 1):
         step = Steps(profile, some, rows, 64.0)  # half of a usual caption's 128 tokens
         times = {g: step.round(replace(tried, draft=replace(tried.draft, gamma=g)), strict)[0] for g in gammas}
@@ -383,6 +388,7 @@ def test_a_pace_has_what_the_slots_have_room_for() -> None:
     wide = planned(60e9)
     assert wide.draft is not None and wide.pace is not None and wide.draft.gamma < wide.pace.most
     assert wide.setup.draft == replace(wide.draft, gamma=wide.pace.most)
+    assert dict(wide.why[0].memory) == terms(LLAMA, load, wide.max_num_seqs, wide.setup.draft)
     needed = sum(terms(LLAMA, load, wide.max_num_seqs, wide.draft).values())
     tight = planned((needed + 1) / MEMORY)
     assert (tight.max_num_seqs, tight.draft) == (wide.max_num_seqs, wide.draft)

@@ -1,5 +1,6 @@
-"""Whether the plan's choice of a draft is the right one: over a mix of cells (context, slots, length of the answer) the
-dense loop, every fixed setting and the scheduler's choice, in turn, in one process. JSON comes last.
+"""Whether the plan's choice of a draft is the right one: over a mix of cells (context, slots, length of the answer,
+greedy or drawn) the dense loop, every fixed setting and the scheduler's choice, in turn, in one process. JSON comes
+last.
 
 A cell's time is that of one wave that fills the slots once: what a draft costs once per row, and its loop. The oracle
 is chosen on every second segment and timed, as all others are, on the rest. Where no setting is far from the best of
@@ -27,6 +28,7 @@ from rich.table import Table
 
 import acceptance_subjects as subjects
 import calibration
+from acceptance_subjects import Subject
 from decode_pairs import Clock, Pair, ratio
 from pipeline.choice import choose
 from pipeline.config import parse_flags
@@ -54,7 +56,7 @@ class Flags:
     dtype: str = "float32"
     contexts: str = "512,4096,16384"
     rows: str = "1,8"
-    lengths: str = "16,160"  # tokens of an answer
+    answers: str = "16,160"  # their tokens; with a `d` behind them such as are drawn at temperature 1
     drafts: str = "std,int8,int4,ngram"
     gammas: str = "2,5"  # of the fixed settings
     tokens: int = 16  # of a segment
@@ -73,28 +75,36 @@ class Timed:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """Its tokens, and whether they are drawn, not greedy."""
+
+    length: int
+    drawn: bool = False
+
+
+@dataclass(frozen=True)
 class Cell:
     """What was timed, and what the scheduler had said."""
 
     context: int
     rows: int
-    length: int
+    answer: Answer
     times: dict[Draft | None, Timed]
     ways: tuple[Candidate, ...]
 
     def seconds(self, draft: Draft | None, turn: int) -> float:
         """Of a wave, by the segments of one parity."""
         if draft is None:
-            return statistics.median(x for t in self.times.values() for x in t.dense[turn::2]) * self.length
+            return statistics.median(x for t in self.times.values() for x in t.dense[turn::2]) * self.answer.length
         timed = self.times[draft]
-        return timed.once * self.rows + statistics.median(timed.drafted[turn::2]) * self.length
+        return timed.once * self.rows + statistics.median(timed.drafted[turn::2]) * self.answer.length
 
     def speedup(self, draft: Draft | None) -> tuple[float, float]:
         """Over the dense loop beside it, one-time costs included: median and 95% lower bound."""
         if draft is None:
             return 1.0, 1.0
         timed = self.times[draft]
-        added = timed.once * self.rows / self.length
+        added = timed.once * self.rows / self.answer.length
         return ratio(timed.dense, [seconds + added for seconds in timed.drafted])
 
 
@@ -102,8 +112,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     """The suite's figures; the table goes to standard error."""
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite schedule")
     contexts, rows = (calibration.numbers(name, getattr(flags, name)) for name in ("contexts", "rows"))
-    lengths, gammas = (calibration.numbers(name, getattr(flags, name)) for name in ("lengths", "gammas"))
-    if len(contexts) * len(rows) * len(lengths) > CELLS or flags.pairs < 2:
+    answers, gammas = _answers(flags.answers), calibration.numbers("gammas", flags.gammas)
+    if len(contexts) * len(rows) * len(answers) > CELLS or flags.pairs < 2:
         raise UsageError(f"at most {CELLS} cells and at least 2 pairs are needed")
     began, console = time.monotonic(), Console(stderr=True, width=160)
     torch.set_num_threads(flags.threads)
@@ -114,9 +124,16 @@ def run(argv: list[str]) -> dict[str, Any]:
     cells: list[Cell] = []
     for context in contexts:
         for count in rows:
-            cells += _cells(replace(engine, max_num_seqs=count, prefixes=None), flags, context, lengths, fixed, profile)
+            cells += _cells(replace(engine, max_num_seqs=count, prefixes=None), flags, context, answers, fixed, profile)
     console.print(table(cells, fixed))
     return {"model": flags.model, **judged(cells, [None, *fixed]), "seconds": round(time.monotonic() - began, 1)}
+
+
+def _answers(text: str) -> list[Answer]:
+    """Of the flag. Raises UsageError."""
+    words = [word.strip() for word in text.split(",")]
+    lengths = calibration.numbers("answers", ",".join(word.removesuffix("d") for word in words))
+    return [Answer(length, word.endswith("d")) for length, word in zip(lengths, words, strict=True)]
 
 
 def _profile(flags: Flags, contexts: Sequence[int], rows: Sequence[int]) -> Profile:
@@ -142,9 +159,9 @@ def _profile(flags: Flags, contexts: Sequence[int], rows: Sequence[int]) -> Prof
 
 
 def _cells(
-    engine: Engine, flags: Flags, context: int, lengths: Sequence[int], fixed: Sequence[Draft], profile: Profile
+    engine: Engine, flags: Flags, context: int, answers: Sequence[Answer], fixed: Sequence[Draft], profile: Profile
 ) -> Iterator[Cell]:
-    """One batch and context, and every length of an answer: the same segments serve all."""
+    """One batch and context, and every answer: the same segments serve all lengths."""
     widest = max(draft.gamma for draft in fixed) + 12
     room = (flags.pairs + 1) * (flags.tokens + widest) + 2
     rows = engine.max_num_seqs
@@ -154,12 +171,21 @@ def _cells(
     prompt, visual = (
         statistics.fmean(len(x) for x in each) for each in ([i.ids[0] for i in inputs], [i.selectable for i in inputs])
     )
-    ways = {length: _ways(rows, prompt, visual, length, profile) for length in lengths}
-    chosen = {found[0].draft for found in ways.values()}
     Pair(engine, asked.requests, asked.prepare, calibration.PLAIN)  # sees and prefills what all share
+    for drawn in sorted({answer.drawn for answer in answers}):
+        ways = {one: _ways(rows, prompt, visual, one, profile) for one in answers if one.drawn == drawn}
+        chosen = (found[0].draft for found in ways.values())
+        drafts = list(dict.fromkeys([*fixed, *(draft for draft in chosen if draft)]))
+        requests = subjects.drawn(asked.requests) if drawn else asked.requests
+        times = _times(engine, replace(asked, requests=requests), drafts, flags)
+        yield from (Cell(context, rows, one, times, found) for one, found in ways.items())
+
+
+def _times(engine: Engine, asked: Subject, drafts: Sequence[Draft], flags: Flags) -> dict[Draft | None, Timed]:
+    """All drafts in turn, the dense loop beside each."""
     known = Pair(engine, asked.requests, asked.prepare, calibration.PLAIN).prefill_s
     pairs = {}
-    for draft in dict.fromkeys([*fixed, *(draft for draft in chosen if draft)]):
+    for draft in drafts:
         Pair(engine, asked.requests, asked.prepare, draft)  # packs weights
         pairs[draft] = Pair(engine, asked.requests, asked.prepare, draft)
     for turn in range(flags.pairs + 1):
@@ -167,19 +193,19 @@ def _cells(
             if turn == 1:
                 pair.dense, pair.drafted = Clock(), Clock()
             pair.once(flags.tokens)
-    times: dict[Draft | None, Timed] = {
+    rows = engine.max_num_seqs
+    return {
         draft: Timed(max(0.0, pair.prefill_s - known) / rows, pair.dense.per_token, pair.drafted.per_token)
         for draft, pair in pairs.items()
     }
-    return (Cell(context, rows, length, times, found) for length, found in ways.items())
 
 
-def _ways(rows: int, context: float, visual: float, length: int, profile: Profile) -> tuple[Candidate, ...]:
+def _ways(rows: int, context: float, visual: float, answer: Answer, profile: Profile) -> tuple[Candidate, ...]:
     """What the scheduler makes of a cell whose answers' lengths it knows."""
-    setting = Setting(rows, max_tokens=length)
-    longest = Load(round(context), round(visual), length)
+    setting = Setting(rows, max_tokens=answer.length, drawn=answer.drawn)
+    longest = Load(round(context), round(visual), answer.length)
     mix = Mix(rows, context, visual, rows, longest, (("caption", rows),))
-    known = replace(profile, lengths=(("caption", float(length)),))
+    known = replace(profile, lengths=(("caption", float(answer.length)),))
     return choose(mix, known, History(), setting, 0)
 
 
@@ -237,7 +263,8 @@ def _row(cell: Cell, oracle: Draft | None) -> dict[str, Any]:
     return {
         "context": cell.context,
         "rows": cell.rows,
-        "length": cell.length,
+        "length": cell.answer.length,
+        "drawn": cell.answer.drawn,
         "chosen": name_of(chosen),
         "oracle": name_of(oracle),
         "predicted_s": round(cell.ways[0].seconds * cell.rows, 4),
@@ -255,5 +282,7 @@ def table(cells: Sequence[Cell], fixed: Sequence[Draft]) -> Table:
         chosen = cell.ways[0].draft
         each = [f"{cell.seconds(draft, 0):.3f}" for draft in (None, *fixed)]
         choice = f"{name_of(chosen)} {cell.seconds(chosen, 0):.3f}"
-        found.add_row(str(cell.context), str(cell.rows), str(cell.length), *each, choice)
+        found.add_row(
+            str(cell.context), str(cell.rows), f"{cell.answer.length}{' drawn' * cell.answer.drawn}", *each, choice
+        )
     return found

@@ -13,7 +13,7 @@ from pipeline.profile import write_profile
 from pipeline.types import Candidate, UsageError
 from std_core.types import Draft
 from suites import schedule
-from suites.schedule import Cell, Timed, judged
+from suites.schedule import Answer, Cell, Timed, judged
 
 SMALL, LARGE = Draft("std", gamma=2), Draft("ngram", gamma=5)
 
@@ -25,14 +25,14 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setitem(calibration.GIGABYTES, "cpu", 0.02)
         grid = calibration.Grid([90, 180], [1, 2], calibration.presets("std,ngram"), 3, 1)
         write_profile(path, calibration.measure("llama", "cpu", "float32", grid, 1))
-    words = ["--model", "llama", "--contexts", "128", "--rows", "1,2", "--lengths", "4,8", "--drafts", "std,ngram"]
+    words = ["--model", "llama", "--contexts", "128", "--rows", "1,2", "--answers", "4,8d", "--drafts", "std,ngram"]
     small = ["--gammas", "2", "--tokens", "3", "--pairs", "4", "--threads", "1", "--profile", path]
     return schedule.run([*words, *small])
 
 
 def test_every_cell_has_its_choice_and_its_times(figures: dict[str, Any]) -> None:
-    assert [(c["context"], c["rows"], c["length"]) for c in figures["cells"]] == [
-        (128, 1, 4), (128, 1, 8), (128, 2, 4), (128, 2, 8),
+    assert [(c["context"], c["rows"], c["length"], c["drawn"]) for c in figures["cells"]] == [
+        (128, 1, 4, False), (128, 1, 8, True), (128, 2, 4, False), (128, 2, 8, True),
     ]  # fmt: skip
     for cell in figures["cells"]:
         assert cell["measured_s"] > 0 and cell["predicted_s"] > 0 and cell["speedup_low"] <= cell["speedup"]
@@ -46,7 +46,7 @@ def cell(context: int, dense: float, small: float, large: float, chosen: Draft |
         LARGE: Timed(0.0, [dense] * 4, [large] * 4),
     }
     return Cell(
-        context, 1, 10, times, (Candidate(chosen, 1, seconds=predicted), Candidate(None, 1, seconds=10 * dense))
+        context, 1, Answer(10), times, (Candidate(chosen, 1, seconds=predicted), Candidate(None, 1, seconds=10 * dense))
     )
 
 

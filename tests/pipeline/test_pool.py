@@ -158,21 +158,9 @@ def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
     seen = Seen(Made([[request(i) for i in range(200)]]))
     first = seen.pool.take(hungry=True)
     assert first is not None and first.draft is not None and first.draft.weights == "int4"
-    many = 40 * first.draft.gamma
-    results = [
-        Result(
-            r.request_id,
-            [1] * 40,
-            "",
-            "length",
-            rounds=40,
-            drafted=many,
-            proposed=many,
-            accept_counts=(40,),
-            refuse_counts=(40,),
-        )
-        for r in first.requests
-    ]
+    drafted = 40 * first.draft.gamma
+    refused: dict[str, Any] = {"rounds": 40, "drafted": drafted, "accept_counts": (40, 0), "refuse_counts": (40, 0)}
+    results = [Result(r.request_id, [1] * 40, "", "length", **refused) for r in first.requests]
     for _ in range(3):
         seen.pool.through(first, results)
     second = seen.pool.take(hungry=True)

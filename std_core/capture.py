@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,16 @@ Recorder = Callable[[Body], tuple[Replay, Round]]
 
 def recorder_of(model: Model) -> Recorder | None:
     """What records rounds of a model; None where none can be recorded."""
-    return _record if model.device.type == "cuda" and len(set(model.devices)) == 1 else None
+    if model.device.type != "cuda" or len(set(model.devices)) > 1:
+        return None
+    # recordings never run at the same time, and what one has given is read before the next one runs: together they
+    # take the memory of the widest
+    return partial(_record, torch.cuda.graph_pool_handle())
 
 
-def _record(body: Body) -> tuple[Replay, Round]:
+def _record(pool: Any, body: Body) -> tuple[Replay, Round]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         done = body()
     return graph.replay, done
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the records here are a driver's too, which does without PyT
 FIRST, MOST = 64, 1024  # requests that are looked at together
 LOOKS = 16  # videos whose headers are read at the same time
 
+Probed = Callable[[Set[str]], Mapping[str, VideoInfo | RequestError]]  # what is known of each video
 _Version = tuple[int | None, str | None]
 T = TypeVar("T")
 R = TypeVar("R")
@@ -49,6 +50,10 @@ class Failed:
     error: RequestError
     info: VideoInfo | None = None
 
+    @property
+    def request_id(self) -> str:
+        return self.pending.request_id
+
 
 Found = Planned | Failed
 
@@ -59,12 +64,14 @@ class Requests:
 
     Attributes:
         ids: fingerprints of all that were seen so far, those with a row included; a repeated id is one request.
+        probed: reads headers.
     """
 
     items: Iterable[Item]
     job: Job
     revision: str
     ids: set[bytes]
+    probed: Probed = field(default_factory=lambda: probed)
 
     def without_row(self, done: Set[bytes]) -> Iterator[Pending]:
         """Those that are not in `done`, which must not change meanwhile."""
@@ -84,7 +91,7 @@ class Requests:
             for item in batch:
                 yield Pending(self._id(item, *versions[item.video_uri]), item)
             return
-        infos = together(_probe, {item.video_uri for item in batch if item.video_uri})
+        infos = self.probed({item.video_uri for item in batch if item.video_uri})
         for item in batch:
             info = infos.get(item.video_uri)
             # a video that cannot be read fails as its first window, whose row takes the failed one's place later
@@ -131,17 +138,24 @@ def manifest_of(job: Job, prompts: Sequence[str]) -> Manifest:
     return open_manifest(job.input, prompts, job.video_column or None, job.question_column or None)
 
 
-def found(pending: Iterable[Pending], job: Job, checkpoint: Checkpoint) -> Iterator[list[Found]]:
+def probed(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
+    """What the headers of videos say, or why they cannot be read."""
+    return together(_probe, uris)
+
+
+def found(
+    pending: Iterable[Pending], job: Job, checkpoint: Checkpoint, probed: Probed = probed
+) -> Iterator[list[Found]]:
     """All requests, planned or failed, in batches: small ones at first, so that engines begin early."""
     rest, size = iter(pending), FIRST
     while batch := list(islice(rest, size)):
         size = min(MOST, 2 * size)
-        yield list(look(batch, job, checkpoint))
+        yield list(look(batch, job, checkpoint, probed))
 
 
-def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint) -> Iterator[Found]:
+def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint, probed: Probed = probed) -> Iterator[Found]:
     """Reads the headers of the videos, each once, and plans every request."""
-    infos = together(_probe, {p.item.video_uri for p in pool if p.item.video_uri and p.info is None})
+    infos = probed({p.item.video_uri for p in pool if p.item.video_uri and p.info is None})
     for pending in pool:
         info = pending.info or infos.get(pending.item.video_uri)
         try:
@@ -184,10 +198,10 @@ def _version(uri: str) -> tuple[int | None, str | None]:
     return found.size, found.version
 
 
-def together(function: Callable[[T], R], arguments: Iterable[T]) -> dict[T, R]:
-    """What a function that mostly waits for storage returns for each argument."""
+def together(function: Callable[[T], R], arguments: Iterable[T], most: int = LOOKS) -> dict[T, R]:
+    """What a function that mostly waits for storage returns for each argument; `most` at the same time."""
     known = list(arguments)
-    with ThreadPoolExecutor(max(1, min(LOOKS, len(known)))) as threads:
+    with ThreadPoolExecutor(max(1, min(most, len(known)))) as threads:
         return dict(zip(known, threads.map(function, known), strict=True))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import av
 
 from pipeline import storage
+from pipeline.attempts import Job, Sink
 from pipeline.containers import (
     BLOCK,
     HEAD,
@@ -49,6 +50,11 @@ def probe(uri: str) -> VideoInfo:
                 return _read(opened, source, known, file, name)
         except (av.error.FFmpegError, ValueError) as error:
             raise _broken(reader, demuxer, container, file.size, name) from error
+
+
+def try_headers(job: Job, sink: Sink) -> None:
+    """As a decoder of no frame, in a process of its own: only whether it comes back is of interest."""
+    probe(job.source)
 
 
 def _broken(reader: Readable, demuxer: str, container: str, size: int, name: str) -> RequestError:

@@ -85,33 +85,23 @@ class Surveyor(Protocol):
 
 
 class Apart:
-    """A `Surveyor` in a process of its own, which does not outlive this one, and the `Source` that it begins.
+    """A `Surveyor` in a process of its own, which does not outlive this one, and the `Source` that it begins. Where a
+    video's headers end that process, another one reads the rest, and each video's in a process of its own first.
 
     Raises:
-        UsageError: as `Surveyor` says. RunError: its process ended.
+        UsageError: as `Surveyor` says. RunError: its process ended, with nothing read that was the cause.
     """
 
     def __init__(self, job: Job, prompts: Sequence[str]):
-        self._pipe, theirs = Pipe()
+        self._asked = job, tuple(prompts)
+        self._rows, self._handed_on = (b"", b""), bytearray()  # joined fingerprints
+        self._begun = self._wary = False
         self._closing: Closing | None = None
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", START, str(ROOT), str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # the driver's own ends with its JSON
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # what a terminal sends is for the driver, which ends this one
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        theirs.close()
-        try:
-            self._tell((job, tuple(prompts)))
-            self.facts: Facts = self._answer()
-        except BaseException:
-            self._end()
-            raise
+        self.facts = self._start()
 
     def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
-        self._tell((b"".join(done), b"".join(failed)))
+        self._rows, self._begun = (b"".join(done), b"".join(failed)), True
+        self._tell(self._rows)
         return self
 
     @property
@@ -129,9 +119,29 @@ class Apart:
             return None
         answer = self._answer()
         if isinstance(answer, list):
+            self._handed_on += b"".join(bytes.fromhex(found.request_id) for found in answer)
             return answer
         self._closing = answer
         return None
+
+    def _start(self) -> Facts:
+        self._pipe, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, str(ROOT), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # the driver's own ends with its JSON
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # what a terminal sends is for the driver, which ends this one
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        try:
+            self._tell((*self._asked, self._wary))
+            facts: Facts = self._answer()
+        except BaseException:
+            self._end()
+            raise
+        return facts
 
     def _tell(self, message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # `_answer` says why
@@ -141,12 +151,24 @@ class Apart:
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            status = self._process.wait()
-            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
-            raise RunError(f"the process that reads the input was ended {how}; {RESUMES}") from None
+            return self._again(self._process.wait())
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def _again(self, status: int) -> list[Found]:
+        """Reads the rest with care, if a signal has ended the process, and that for the first time."""
+        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
+        if status >= 0 or self._wary or not self._begun:
+            raise RunError(f"the process that reads the input was ended {how}; {RESUMES}")
+        said = f"the process that reads the input was ended {how}: each file apart from now on"
+        print(said, file=sys.stderr, flush=True)
+        self._end()
+        self._wary = True
+        self._start()
+        done, failed = self._rows
+        self._tell((done + self._handed_on, failed))
+        return []
 
     def __enter__(self) -> Apart:
         return self

@@ -11,10 +11,11 @@ from types import TracebackType
 
 import torch
 
+from pipeline import careful, prepare
 from pipeline.ahead import Ahead, Source
 from pipeline.config import Job, draft_of, model_path
 from pipeline.ledger import split
-from pipeline.prepare import Found, Requests, found, manifest_of, window_of
+from pipeline.prepare import Found, Probed, Requests, found, manifest_of, window_of
 from pipeline.survey import Closing, Facts
 from pipeline.types import RequestError, RunError, UsageError
 from std_core.checkpoint import Checkpoint
@@ -25,9 +26,14 @@ MADE = 4  # batches of headers that are read ahead
 
 
 class Survey:
-    """A job's model and input. Raises UsageError for what is wrong with them, or with the job's draft for the model."""
+    """A job's model and input. Raises UsageError for what is wrong with them, or with the job's draft for the model.
 
-    def __init__(self, job: Job, prompts: Sequence[str]):
+    Args:
+        probed: reads headers.
+    """
+
+    def __init__(self, job: Job, prompts: Sequence[str], probed: Probed = prepare.probed):
+        self.probed = probed
         self.job, self.checkpoint = job, _load(job)
         _check_draft(job, self.checkpoint)
         window = window_of(job, self.checkpoint)
@@ -39,16 +45,17 @@ class Survey:
 
     def found(self, done: Set[bytes] = frozenset(), failed: Set[bytes] = frozenset()) -> Iterator[list[Found]]:
         """As `Surveyor.begin` has it, in batches; `closing` is of what was read."""
-        requests = Requests(islice(self._items(), self.job.limit), self.job, self.facts.revision, set())
-        yield from found(requests.without_row(done), self.job, self.checkpoint)
+        items = islice(self._items(), self.job.limit)
+        requests = Requests(items, self.job, self.facts.revision, set(), self.probed)
+        yield from found(requests.without_row(done), self.job, self.checkpoint, self.probed)
         self.closing = Closing(len(requests.ids), len(requests.ids & failed))
 
 
 class Here:
     """A `Surveyor` whose work is done by a thread of this process."""
 
-    def __init__(self, job: Job, prompts: Sequence[str]):
-        self._survey = Survey(job, prompts)
+    def __init__(self, job: Job, prompts: Sequence[str], probed: Probed = prepare.probed):
+        self._survey = Survey(job, prompts, probed)
         self.facts = self._survey.facts
         self._ahead: Ahead[list[Found]] | None = None
 
@@ -112,8 +119,8 @@ def serve(pipe: int) -> None:
 
 
 def _survey(connection: Connection) -> None:
-    job, prompts = connection.recv()
-    with Here(job, prompts) as here:
+    job, prompts, wary = connection.recv()
+    with Here(job, prompts, careful.probed if wary else prepare.probed) as here:
         connection.send(here.facts)
         done, failed = map(split, connection.recv())
         found = here.begin(set(done), set(failed))

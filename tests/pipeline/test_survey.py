@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import demo_world as world
+from pipeline import careful
 from pipeline.ahead import Source
 from pipeline.config import ROOT, Job
 from pipeline.prepare import Failed, Found
@@ -43,10 +44,17 @@ def drain(found: Source[list[Found]]) -> list[Found]:
 
 
 def ids(every: Iterable[Found]) -> list[str]:
-    return [one.pending.request_id if isinstance(one, Failed) else one.request_id for one in every]
+    return [one.request_id for one in every]
 
 
-def test_two_processes_find_what_one_does(job: Job) -> None:
+def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a place where a folder of the user's has the name of this package."""
+    place = Path(job.input).parent
+    (place / "pipeline").mkdir()
+    (place / "pipeline" / "__init__.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(place)
+    job = replace(job, input="videos")
+
     def survey(surveyor: Surveyor, done: frozenset[bytes] = frozenset()) -> tuple[object, ...]:
         with surveyor:
             every = drain(surveyor.begin(done, done))
@@ -73,12 +81,45 @@ def test_what_is_wrong_is_raised_where_it_is_asked_for(job: Job, tmp_path: Path)
             drain(found)
 
 
-def test_a_survey_that_is_killed_ends_the_run_with_a_sentence(job: Job) -> None:
+def test_a_survey_that_is_killed_is_gone_on_with_once(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    """After a part of the input was handed on; the second time there is nothing to blame."""
+    with Here(job, PROMPTS) as here:
+        whole = ids(drain(here.begin(frozenset(), frozenset())))
+    row = {bytes.fromhex(whole[1])}
     with Apart(job, PROMPTS) as survey:
-        (process,) = [p for p in psutil.Process().children() if "surveying" in " ".join(p.cmdline())]
-        process.send_signal(signal.SIGSEGV)
-        with pytest.raises(RunError, match=r"reads the input was ended by SIGSEGV; .*resumes"):
-            drain(survey.begin(frozenset(), frozenset()))
+        found = survey.begin(row, row)
+        survey._handed_on += bytes.fromhex(whole[0])
+        survey._process.send_signal(signal.SIGSEGV)
+        assert sorted(ids(drain(found))) == sorted(whole[2:])
+        assert (survey.closing.requests, survey.closing.failed) == (6, 1)
+        assert "was ended by SIGSEGV: each file apart from now on" in capfd.readouterr().err
+        survey._process.wait()
+        survey._closing = None  # as if there were more
+        with pytest.raises(RunError, match=r"reads the input was ended with exit status 0; .*resumes"):
+            drain(found)
+
+
+STAND_IN = """
+import os, signal
+
+def try_headers(job, sink):
+    if open(job.source, "rb").read() == b"kill":
+        os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+def test_only_the_file_that_ends_processes_is_blamed(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Carefully, a probe that kills its process is a row; the others are as ever."""
+    (Path(job.input) / "3.mp4").write_bytes(b"kill")
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setattr(careful, "TRIED", "stand_in:try_headers")
+    with Here(job, PROMPTS, careful.probed) as survey:
+        every = drain(survey.begin(frozenset(), frozenset()))
+    errors = {Path(f.pending.item.video_uri).name: f.error for f in every if isinstance(f, Failed)}
+    assert {name: error.code for name, error in errors.items()} == {"2.mp4": "not_a_video", "3.mp4": "decode_crashed"}
+    assert "3.mp4: nothing can read its headers: it crashed (SIGSEGV)" in errors["3.mp4"].message
+    assert len(every) == 8
 
 
 DRIVER = """
@@ -101,15 +142,6 @@ def test_a_survey_does_not_outlive_its_driver(job: Job) -> None:
         survey = psutil.Process(int(driver.stdout.readline()))
         driver.kill()
         survey.wait(timeout=60)
-
-
-def test_no_folder_of_the_users_passes_for_this_package(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Path(job.input).parent
-    (place / "pipeline").mkdir()
-    (place / "pipeline" / "__init__.py").write_text("raise SystemExit('not this one')")
-    monkeypatch.chdir(place)
-    with Apart(replace(job, input="videos"), PROMPTS) as survey:
-        assert len(drain(survey.begin(frozenset(), frozenset()))) == 6
 
 
 WITHOUT = """

@@ -69,8 +69,8 @@ def watched(patch: pytest.MonkeyPatch) -> Rounds:
     def noted(batch: Batch, gamma: int) -> object:
         done = decoded(batch, gamma)
         rows = [slot for slot, row in enumerate(batch.rows) if row is not None]
-        judged = [(int(done.accepted[slot]), int(done.accepted[slot] < done.proposed[slot])) for slot in rows]
-        seen.append((len(rows), gamma, (sum(a for a, _ in judged), sum(b for _, b in judged))))
+        firsts = [(int(done.accepted[slot] > 0), int(done.accepted[slot] == 0 < done.proposed[slot])) for slot in rows]
+        seen.append((len(rows), gamma, (sum(a for a, _ in firsts), sum(b for _, b in firsts))))
         return done
 
     patch.setattr(Batch, "_decoded", noted)

@@ -33,14 +33,13 @@ from pipeline.intake import DECODES
 from pipeline.types import RunError, UsageError
 
 BUCKET = "s3://chaos"
-PART = 4  # rows in a part
 ENGINE, DECODERS = b"ray::EngineActor", (b"ray::decode_video", b"pipeline.workers")
 COLUMNS = ("request_id", "status", "text", "error_code")
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The suite's command line. `share` is that of the S3 calls that are spoilt."""
+    """The suite's command line. `share` is that of the S3 calls that are spoilt; `part`: rows in a part."""
 
     seed: int = 0
     requests: int = 2000
@@ -52,6 +51,7 @@ class Flags:
     engine_kills: int = 8
     decoder_kills: int = 12
     share: float = 0.1
+    part: int = 4
 
 
 def run(argv: list[str]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _fill(flags: Flags, folder: Path) -> str:
 
 
 def _command(flags: Flags, manifest: str) -> list[str]:
-    words = ["--input", manifest, "--model", flags.model, "--rows-per-part", str(PART)]
+    words = ["--input", manifest, "--model", flags.model, "--rows-per-part", str(flags.part)]
     words += ["--max-tokens", str(flags.max_tokens), "--max-num-seqs", str(flags.max_num_seqs), "--temperature", "0"]
     return [sys.executable, str(ROOT / "jobs" / "annotate_dataset.py"), *words]
 
@@ -217,7 +217,7 @@ class _Storm:
         lives = self.flags.driver_kills + 1
         for life in range(1, lives + 1):
             driver = _Driver(self.words, self.endpoint)
-            share = self.rng.uniform(0.5, 1.0) * self.flags.requests / lives / PART
+            share = self.rng.uniform(0.5, 1.0) * self.flags.requests / lives / self.flags.part
             self._live(driver, self._parts() + share if life < lives else math.inf, life)
             if driver.done:
                 driver.finish()
@@ -234,7 +234,7 @@ class _Storm:
             family = descendants(driver.process.pid)
             if begun < parts > safe and self._due("engine", life) and self._kill("engine", family, (ENGINE,)):
                 # a part has a row at least; some that were answered before wait for theirs, and the suspects are next
-                safe = parts + PART + 2 * self.flags.max_num_seqs
+                safe = parts + self.flags.part + 2 * self.flags.max_num_seqs
             elif hit < DECODES - 1 and self._due("decoder", life):  # one more might be the last try at one video
                 hit += self._kill("decoder", family, DECODERS)
 

@@ -21,7 +21,7 @@ from pipeline.profile import profile_for, unfit_alone
 from pipeline.progress import Watch
 from pipeline.schedule import History, plan
 from pipeline.setting import setting_of
-from pipeline.sink import Output, open_output
+from pipeline.sink import Output, await_output, open_output
 from pipeline.survey import Apart, Facts, Surveyor
 from pipeline.types import Answer, Planned, RequestError, RunError, UsageError, Wave
 
@@ -139,6 +139,7 @@ def run_job(
     """
     began, draft = time.monotonic(), draft_of(job)
     with survey(job, prompts_of(job, default_prompt)) as surveyor:
+        await_output(job.output)  # meanwhile
         facts = surveyor.facts
         setting = outlook_of(job, facts).setting  # what is wrong with a profile is said before anything starts
         profile_on = partial(profile_for, job.profile, facts.revision, job.dtype, facts.account)

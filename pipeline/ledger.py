@@ -178,6 +178,14 @@ class Lease:
         return json.dumps(content).encode()
 
 
+def wait_until_free(
+    output: str, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Waits for the lease of a driver that has died to be over; touches nothing. Raises as `acquire` does."""
+    folder = storage.join(output, "_lease")
+    _wait_for_expiry(folder, max(_epochs(folder), default=0), clock, sleep)
+
+
 def acquire(
     output: str,
     oldest: int,

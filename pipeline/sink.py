@@ -231,6 +231,15 @@ class Output:
                 raise RequestError("storage_error", f"{part} is gone or was changed by someone else: run again")
 
 
+def await_output(uri: str, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Waits until `open_output` would not have to wait for a dead driver's lease; nothing is touched. Raises
+    UsageError if another driver is at work or the output cannot be looked at."""
+    try:
+        ledger.wait_until_free(storage.normalize(uri).rstrip("/"), clock, sleep)
+    except RequestError as error:
+        raise UsageError(f"the output cannot be used: {error.message}") from error
+
+
 def open_output(
     uri: str,
     input_schema: pa.Schema,

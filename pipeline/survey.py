@@ -62,10 +62,11 @@ class Closing:
 
 
 class Surveyor(Protocol):
-    """Who finds it out: `Apart`, or `pipeline.surveying.Here`. A context manager; making one raises UsageError for what
-    is wrong with the model, the draft or the input."""
+    """Who finds it out: `Apart`, or `pipeline.surveying.Here`. A context manager."""
 
-    facts: Facts
+    @property
+    def facts(self) -> Facts:
+        """Raises UsageError for what is wrong with the model, the draft or the input, if making one has not."""
 
     def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
         """Reads the input, once.
@@ -96,10 +97,19 @@ class Apart:
         self._asked = job, tuple(prompts)
         self._rows, self._handed_on = (b"", b""), bytearray()  # joined fingerprints
         self._begun = self._wary = False
+        self._facts: Facts | None = None
         self._closing: Closing | None = None
-        self.facts = self._start()
+        self._start()
+
+    @property
+    def facts(self) -> Facts:
+        """Waits for them, for seconds: the process loads what it needs."""
+        if self._facts is None:
+            self._facts = self._answer()
+        return self._facts
 
     def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
+        _ = self.facts  # which come first
         self._rows, self._begun = (b"".join(done), b"".join(failed)), True
         self._tell(self._rows)
         return self
@@ -124,7 +134,7 @@ class Apart:
         self._closing = answer
         return None
 
-    def _start(self) -> Facts:
+    def _start(self) -> None:
         self._pipe, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", START, str(ROOT), str(theirs.fileno())],
@@ -135,13 +145,7 @@ class Apart:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         theirs.close()
-        try:
-            self._tell((*self._asked, self._wary))
-            facts: Facts = self._answer()
-        except BaseException:
-            self._end()
-            raise
-        return facts
+        self._tell((*self._asked, self._wary))
 
     def _tell(self, message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # `_answer` says why
@@ -166,6 +170,7 @@ class Apart:
         self._end()
         self._wary = True
         self._start()
+        self._facts = self._answer()
         done, failed = self._rows
         self._tell((done + self._handed_on, failed))
         return []

@@ -4,7 +4,15 @@ from typing import Any
 
 from suites import chaos
 
-SMALL = ["--requests=300", "--clips=15", "--max-tokens=8", "--engine-kills=4", "--decoder-kills=6", "--seed=1", "--part=8"]
+SMALL = [
+    "--requests=300",
+    "--clips=15",
+    "--max-tokens=8",
+    "--engine-kills=4",
+    "--decoder-kills=6",
+    "--seed=1",
+    "--part=8",
+]
 
 
 def row(number: int, text: str = "a", status: str = "success", code: str | None = None) -> dict[str, Any]:

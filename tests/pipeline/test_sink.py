@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import pipeline
 from pipeline import ledger, storage
 from pipeline.ledger import LeaseLost
-from pipeline.sink import RESULT_SCHEMA, Output, open_output
+from pipeline.sink import RESULT_SCHEMA, Output, await_output, open_output
 from pipeline.types import RequestError, UsageError
 
 EMPTY = pa.schema([])
@@ -452,6 +452,19 @@ def test_a_dead_driver_from_the_future_is_not_waited_for_longer(tmp_path: Path, 
     clock.now -= 5000
     opened(str(tmp_path), clock).close()
     assert clock.now <= 1000 + ledger.EXPIRE_S + 2
+
+
+def test_a_dead_drivers_lease_can_be_waited_for_and_nothing_is_touched(folder: str, clock: Clock) -> None:
+    """What opens the output then waits for nothing. One that is new is free."""
+    uri, start = storage.join(folder, "out"), clock.now
+    await_output(uri, clock, clock.sleep)
+    opened(uri, clock).stop()
+    before = files(uri)
+    await_output(uri, clock, clock.sleep)
+    waited = clock.now
+    assert ledger.EXPIRE_S < waited - start <= ledger.EXPIRE_S + 2 and files(uri) == before
+    opened(uri, clock).close()
+    assert clock.now == waited
 
 
 def test_a_lease_is_renewed(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

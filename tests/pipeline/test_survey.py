@@ -71,11 +71,13 @@ def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_wrong_is_raised_where_it_is_asked_for(job: Job, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no file matches"):
-        Apart(Job(input=str(tmp_path / "void" / "*"), model=job.model), PROMPTS)
+    nothing = Job(input=str(tmp_path / "void" / "*"), model=job.model)
+    with pytest.raises(UsageError, match="no file matches"), Apart(nothing, PROMPTS) as survey:
+        _ = survey.facts
     listed = tmp_path / "list.txt"
     listed.write_bytes(b"a.mp4\n" * 30_000 + b"\xff.mp4\n")
     with Apart(Job(input=str(listed), model=job.model), PROMPTS) as survey:
+        assert survey.facts.input_schema.names == []
         found = survey.begin(frozenset(), frozenset())
         with pytest.raises(UsageError, match=r"list.txt cannot be read"):
             drain(found)
@@ -128,6 +130,7 @@ from pipeline.config import Job
 from pipeline.survey import Apart
 
 survey = Apart(Job(input=sys.argv[1], model=sys.argv[2]), ("?",))
+survey.facts
 print(survey._process.pid, flush=True)
 time.sleep(600)
 """

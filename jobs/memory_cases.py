@@ -36,11 +36,13 @@ class Case:
     dtype: str = "float32"
     chunk: int = 256
     seed: int | None = None  # of draws; greedy without
+    device: str = "cpu"
 
     @property
     def load(self) -> Load:
         visual = self.asked.visual(self.sizes)
-        return Load(visual + self.asked.text, visual, self.asked.written, self.chunk)
+        draws = "greedy" if self.seed is None else "seeded"
+        return Load(visual + self.asked.text, visual, self.asked.written, self.chunk, draws=draws)
 
     def account(self, sizes: Sizes) -> Account:
         width = torch.finfo(getattr(torch, self.dtype)).bits // 8
@@ -48,7 +50,7 @@ class Case:
 
     def terms(self) -> dict[str, float]:
         pair = self.account(self.pair) if self.pair else None
-        return terms(self.account(self.sizes), self.load, self.slots, self.draft, pair)
+        return terms(self.account(self.sizes), self.load, self.slots, self.draft, pair, kind=self.device)
 
 
 @dataclass

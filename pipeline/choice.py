@@ -90,13 +90,13 @@ class Mix:
             sum(r.context for r in requests) / count,
             sum(r.plan.tokens for r in requests) / count,
             len({(r.info.uri, r.plan.times) for r in requests}),
-            Load(visual + text, visual, setting.max_tokens, setting.prefill_chunk),
+            Load(visual + text, visual, setting.max_tokens, setting.prefill_chunk, setting.strict),
             tuple(sorted(kinds.items())),
         )
 
 
 def load_of(request: Planned, setting: Setting) -> Load:
-    return Load(request.context, request.plan.tokens, setting.max_tokens, setting.prefill_chunk)
+    return Load(request.context, request.plan.tokens, setting.max_tokens, setting.prefill_chunk, setting.strict)
 
 
 def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn: int) -> tuple[Candidate, ...]:
@@ -125,12 +125,12 @@ def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn:
 def slots_of(load: Load, profile: Profile, setting: Setting, draft: Draft | None) -> int:
     """Slots that fit the device at such requests; 0 if none."""
     memory = MEMORY * profile.device.memory
-    return most_slots(profile.account, load, memory, setting.max_num_seqs, draft, _pair(profile, draft))
+    return most_slots(profile.account, load, memory, setting.max_num_seqs, draft, _pair(profile, draft), profile.device.kind)
 
 
 def memory_of(load: Load, profile: Profile, draft: Draft | None, slots: int) -> dict[str, float]:
     """Bytes by what they are for."""
-    return terms(profile.account, load, slots, draft, _pair(profile, draft))
+    return terms(profile.account, load, slots, draft, _pair(profile, draft), profile.device.kind)
 
 
 def _pair(profile: Profile, draft: Draft | None) -> Account | None:
@@ -175,7 +175,7 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
     """What is expected of a draft, or of decoding densely; None if it does not fit."""
     draft, pair = (tried.draft, tried.pair) if tried else (None, None)
     memory = MEMORY * profile.device.memory
-    slots = most_slots(profile.account, mix.longest, memory, setting.max_num_seqs, draft, pair)
+    slots = most_slots(profile.account, mix.longest, memory, setting.max_num_seqs, draft, pair, profile.device.kind)
     if not slots:
         return None
     written = rounds = rate = 0.0  # of all requests
@@ -196,7 +196,7 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
         bound=written * plain / (rounds * read),
         seconds=rounds / mix.count * round_s / step.rows * history.speed(draft) + once,
         round_s=round_s / step.rows,
-        memory=tuple(terms(profile.account, mix.longest, slots, draft, pair).items()),
+        memory=tuple(terms(profile.account, mix.longest, slots, draft, pair, profile.device.kind).items()),
     )
 
 

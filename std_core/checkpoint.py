@@ -15,12 +15,10 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from transformers.video_utils import VideoMetadata
 
 from std_core.families import FAMILIES, Family, refusal, sees, writer_of
+from std_core.memory import TAIL
 from std_core.types import Geometry, Request, RequestError
 
 WHOLE = 64 << 20  # bytes; files above it enter a folder's hash by size, first and last MiB
-
-
-TAIL = 64  # of a prompt without visual tokens: what lies before its last 64 takes their part in a selection
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> Account:
         parameters=sum(size for _, size in sizes),
         tower=sum(size for is_text, size in sizes if not is_text) if vision else 0,
         tower_width=(getattr(vision, "embed_dim", None) or vision.hidden_size) if vision else 0,
-        patches=getattr(vision, "spatial_merge_size", 1) ** 2 if vision else 1,
+        patches=getattr(vision, "spatial_merge_size", 2) ** 2 if vision else 1,
     )
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-
-from decode_shapes import Shaped
 from memory_meter import held_by
 from memory_models import Asked, Sizes, build, config_of, inputs_of
+
+from decode_shapes import Shaped
 from std_core.account import Account
 from std_core.checkpoint import Inputs
 from std_core.devices import whole_account
@@ -119,7 +119,9 @@ def cases(scale: int = 2) -> list[Case]:
         Case("prefill", Sizes(hidden=256, inner=4096 * scale, layers=1), Asked(64 * scale, 1000, 4), chunk=1024),
         Case("mass", Sizes(layers=1, hidden=1024, heads=(16, 2)), Asked(128 * scale, 300, 4), draft=std, chunk=512),
         Case("logits", Sizes(words=16000 * scale, layers=1), Asked(4, 40, 12), 4 * scale, Draft("full", gamma=10)),
-        Case("sampled", Sizes(words=16000 * scale, layers=1), Asked(4, 40, 8), 4 * scale, Draft("full", gamma=5), seed=3),
+        Case(
+            "sampled", Sizes(words=16000 * scale, layers=1), Asked(4, 40, 8), 4 * scale, Draft("full", gamma=5), seed=3
+        ),
         Case("round", Sizes(inner=16384, layers=1), Asked(4, 40, 12), 12 * scale, Draft("full", gamma=10)),
         Case("refresh", Sizes(layers=1, hidden=1024, heads=(16, 4)), video, 4 * scale, replace(std, refresh=1)),
     ]

@@ -22,7 +22,7 @@ from std_core.kernels.devices import TRITON
 
 GROUP = 32  # input channels that share a scale at 4 bits
 BLOCK = 64  # input channels that the C++ product takes at once
-ROWS = 256  # output channels that are packed at a time
+ROWS = 32  # output channels that are packed at a time
 
 
 @dataclass(frozen=True)

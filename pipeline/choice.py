@@ -125,7 +125,9 @@ def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn:
 def slots_of(load: Load, profile: Profile, setting: Setting, draft: Draft | None) -> int:
     """Slots that fit the device at such requests; 0 if none."""
     memory = MEMORY * profile.device.memory
-    return most_slots(profile.account, load, memory, setting.max_num_seqs, draft, _pair(profile, draft), profile.device.kind)
+    return most_slots(
+        profile.account, load, memory, setting.max_num_seqs, draft, _pair(profile, draft), profile.device.kind
+    )
 
 
 def memory_of(load: Load, profile: Profile, draft: Draft | None, slots: int) -> dict[str, float]:

@@ -123,11 +123,18 @@ def _fixed(processor: Any) -> Geometry:
 
 
 def _look_qwen(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> Iterator[torch.Tensor]:
-    pieces = iter([(patches, grid)]) if kind == 1 else _frames(patches, grid, hf.config.vision_config.spatial_merge_size)
+    pieces = (
+        iter([(patches, grid)]) if kind == 1 else _frames(patches, grid, hf.config.vision_config.spatial_merge_size)
+    )
     for part, shape in pieces:
         seen = (hf.get_image_features if kind == 1 else hf.get_video_features)(_on(hf, part), shape.to(hf.device))
         levels = [seen.pooler_output, *getattr(seen, "deepstack_features", [])]
-        yield torch.cat([torch.cat(list(level)) for level in levels], dim=-1)
+        yield _joined([_joined(list(level)) for level in levels], dim=-1)
+
+
+def _joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """A single part as it is: no copy."""
+    return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]
 
 
 def _frames(patches: torch.Tensor, grid: torch.Tensor, merge: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -199,5 +199,5 @@ def _tower(account: Account, load: Load, kind: str) -> float:
     patch = max(turning, 3 * width + account.tower_mlp) + (width * full if account.tower_places else 0)
     if kind != "cpu" or full > 1:
         patch += account.pixels  # as they came, brought to the tower
-    features = load.visual * account.hidden * account.levels * size
-    return min(SEEN, load.visual) * account.patches * patch * size + features
+    piece, feature = min(SEEN, load.visual), account.hidden * account.levels
+    return (piece * max(account.patches * patch, 2 * feature) + load.visual * feature) * size

@@ -109,7 +109,7 @@ def cases(scale: int = 2) -> list[Case]:
         Case("weights", replace(wide, layers=6), Asked(4, 40, 4)),
         Case("weights_tied", replace(wide, layers=4, words=8000 * scale, tied=True), Asked(4, 40, 4)),
         Case("kv", plain, video, slots=4 * scale),
-        Case("kv_text", replace(plain, family="llama"), Asked(0, 1000 * scale, 600), slots=4 * scale),
+        Case("kv_text", replace(plain, family="llama"), Asked(0, 1000 * scale, 90 * scale), slots=4 * scale),
         Case("draft_kv", plain, video, slots=4 * scale, draft=replace(std, keep=0.9)),
         Case("draft_kv_text", replace(plain, family="llama"), Asked(0, 1500 * scale, 40), slots=4 * scale, draft=std),
         Case("int8", replace(wide, layers=6), Asked(4, 40, 4), draft=Draft("full", weights="int8")),
@@ -128,4 +128,5 @@ def cases(scale: int = 2) -> list[Case]:
     for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision"):
         sizes = Sizes(family, tower=(256, 1024, 3), hidden=128, heads=(2, 2), inner=256, layers=2, side=224)
         found.append(Case(f"vision_{family}", sizes, Asked(32 * scale, 64 + 32 * scale, 4)))
-    return [*found, *(_half(case) for case in found if case.name not in ("weights", "kv_text"))]
+    halves = {"kv_text", "draft_kv_text", "weights"}
+    return [*found, *(_half(case) for case in found if case.name not in halves)]

@@ -33,7 +33,7 @@ class Flags:
 
     device: str = "cpu"
     case: tuple[str, ...] = ()  # all if not given
-    scale: int = 3  # of the cases' sizes
+    scale: int = 2  # of the cases' sizes
     threads: int = 1
 
 

@@ -41,8 +41,8 @@ class Case:
     @property
     def load(self) -> Load:
         visual = self.asked.visual(self.sizes)
-        draws = "greedy" if self.seed is None else "seeded"
-        return Load(visual + self.asked.text, visual, self.asked.written, self.chunk, draws=draws)
+        load = Load(visual + self.asked.text, visual, self.asked.written, self.chunk, draws="greedy")
+        return load if self.seed is None else replace(load, draws="seeded")
 
     def account(self, sizes: Sizes) -> Account:
         width = torch.finfo(getattr(torch, self.dtype)).bits // 8
@@ -58,13 +58,16 @@ class Subject:
     """A case's model, and what it is asked, ready to run; one engine for each run."""
 
     case: Case
-    device: str = "cpu"
+    prompts: dict[str, Inputs]
+
+    @classmethod
+    def of(cls, case: Case) -> Subject:
+        return cls(case, prompts_of(case))
 
     def __post_init__(self) -> None:
         case, dtype = self.case, getattr(torch, self.case.dtype)
-        self.model = build(case.sizes, dtype, self.device)
-        self.pair: Model | None = build(case.pair, dtype, self.device) if case.pair else None
-        self.prompts = {str(n): inputs_of(case.sizes, case.asked, n) for n in range(case.slots)}
+        self.model = build(case.sizes, dtype, case.device)
+        self.pair: Model | None = build(case.pair, dtype, case.device) if case.pair else None
 
     @property
     def weights(self) -> int:
@@ -93,6 +96,11 @@ class Subject:
 
     def _prepare(self, request: Request) -> Inputs:
         return self.prompts[request.request_id]
+
+
+def prompts_of(case: Case) -> dict[str, Inputs]:
+    """Of each slot's request; the host's, no part of what an engine holds."""
+    return {str(n): inputs_of(case.sizes, case.asked, n) for n in range(case.slots)}
 
 
 def _half(case: Case) -> Case:

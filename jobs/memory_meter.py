@@ -39,6 +39,7 @@ def tensors_peak(work: Callable[[], None], device: str = "cpu") -> int:
 
 
 def _events(seen: profile) -> Iterator[Any]:
+    assert seen.kineto_results is not None
     waiting = list(seen.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from memory_cases import Case, Subject, cases
+from memory_cases import Case, Subject, cases, prompts_of
 from memory_meter import resident, resident_peak, tensors_peak
 from rich.console import Console
 from rich.table import Table
@@ -61,8 +61,9 @@ def run(argv: list[str]) -> dict[str, Any]:
 def measured(case: Case, threads: int = 1) -> dict[str, Any]:
     """One case's figures, in MB, in a process that has measured nothing yet."""
     torch.set_num_threads(threads)
+    prompts = prompts_of(case)
     before = resident()
-    subject = Subject(case)
+    subject = Subject(case, prompts)
     most = resident_peak(subject.run) - before  # without the profiler, which keeps records
     return figures(case, subject) | {"resident_mb": _mb(most)}
 

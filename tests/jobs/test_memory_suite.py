@@ -14,6 +14,7 @@ from std_core.profile import Device
 from suites.memory import OFF, figures
 
 CASES = {case.name: case for case in cases(1)}
+SAME = ("kv", "draft_kv", "teal", "pair", "round", "weights_tied")  # in bfloat16 half of everything: of the suite alone
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +22,9 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", sorted(set(CASES) - {f"{name}_bf16" for name in SAME}))
 def test_a_plans_total_is_within_a_tenth_of_the_measured_peak(name: str) -> None:
-    found = figures(CASES[name], Subject(CASES[name]))
+    found = figures(CASES[name], Subject.of(CASES[name]))
     assert abs(found["ratio"] - 1) <= OFF, found
 
 
@@ -38,13 +39,13 @@ def test_the_meter_counts_what_operations_take_inside() -> None:
     assert tensors_peak(lambda: kept.clear()) == 0  # what was there before is no change
 
 
-@pytest.mark.parametrize("name", ["kv_bf16", "draft_kv", "draft_kv_text"])
+@pytest.mark.parametrize("name", ["kv", "draft_kv_text"])
 def test_slots_that_just_fit_a_device_do_fit_it(name: str) -> None:
     case = replace(CASES[name], slots=3)
     memory = total(case.terms()) / MEMORY + 1
     device = Device("toy", "cpu", 1e10, memory, 1e12)
     profile = unmeasured(device, case.account(case.sizes), name, case.dtype)
-    slots = slots_of(replace(case.load, draws="greedy"), profile, Setting(64), case.draft)
+    slots = slots_of(case.load, profile, Setting(64), case.draft)
     assert slots == 3
-    subject = Subject(case)
+    subject = Subject.of(case)
     assert subject.weights + tensors_peak(subject.run) <= memory

@@ -71,7 +71,7 @@ def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tens
     if bits == 8:
         return levels.float() * scale.float()[:, None]
     step, middle = (x.transpose(0, 1)[..., None].float() for x in scale.unbind(-1))
-    return ((levels.unflatten(1, (-1, GROUP)) - 8) * step + middle).flatten(1)
+    return ((levels.unflatten(1, (-1, GROUP)).float() - 8) * step + middle).flatten(1)
 
 
 def low_bit_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:

@@ -127,9 +127,14 @@ def _look_qwen(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) ->
         iter([(patches, grid)]) if kind == 1 else _frames(patches, grid, hf.config.vision_config.spatial_merge_size)
     )
     for part, shape in pieces:
-        seen = (hf.get_image_features if kind == 1 else hf.get_video_features)(_on(hf, part), shape.to(hf.device))
-        levels = [seen.pooler_output, *getattr(seen, "deepstack_features", [])]
-        yield _joined([_joined(list(level)) for level in levels], dim=-1)
+        yield _features(hf, kind, part, shape)
+
+
+def _features(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """Of one piece; what else the tower gives is gone when the next one comes."""
+    seen = (hf.get_image_features if kind == 1 else hf.get_video_features)(_on(hf, patches), grid.to(hf.device))
+    levels = [seen.pooler_output, *getattr(seen, "deepstack_features", [])]
+    return _joined([_joined(list(level)) for level in levels], dim=-1)
 
 
 def _joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:

@@ -20,7 +20,7 @@ TAIL = 64  # of a prompt without visual tokens: what lies before its last 64 tak
 SEEN = 2048  # visual tokens that the vision tower works on at once; a frame more than that if it has more
 ASKED = 64  # tokens whose attention the policy `snapkv` asks
 FLOAT = 4  # bytes: scores are float32
-DRAWING = 44  # bytes a word: keyed noise, or a sorted row, of one position at a time
+DRAWING = 32  # bytes a word: four 64-bit numbers on the way to noise, of one position at a time; an order takes less
 HELD = ("weights", "draft_weights", "kv", "draft_kv", "graphs")  # at all times; of the others one at a time
 
 
@@ -175,7 +175,8 @@ def _mass(account: Account, entries: int, asked: int, kind: str) -> float:
 def _choosing_again(account: Account, load: Load, slots: int, draft: Draft | None, kind: str) -> float:
     if draft is None or not draft.refresh:
         return 0.0
-    return slots * _mass(account, load.prefix, draft.gamma + 1, kind)
+    keys = account.kv_heads * load.prefix * account.head_dim * account.kv_bytes  # a CPU's product wants them in a row
+    return slots * (_mass(account, load.prefix, draft.gamma + 1, kind) + (keys if kind == "cpu" else 0.0))
 
 
 def _scores(account: Account, load: Load, width: int) -> float:
@@ -197,6 +198,8 @@ def _tower(account: Account, load: Load, kind: str) -> float:
     full = FLOAT / size  # it rotates queries and keys in float32
     turning = width * (5 + 4 * full + (2 * full if full > 1 else 0)) if account.tower_turns else 0
     patch = max(turning, 3 * width + account.tower_mlp) + (width * full if account.tower_places else 0)
+    if account.tower_turns and account.tower_places:  # four learned places around each are weighed, in float32
+        patch = max(patch, width * (5 + 4 * full + (4 * full if full > 1 else 0)))
     if kind != "cpu" or full > 1:
         patch += account.pixels  # as they came, brought to the tower
     piece, feature = min(SEEN, load.visual), account.hidden * account.levels

@@ -221,7 +221,7 @@ def _vision(model: Model, shape: Shape, visual: int, device: str) -> float:
     patches = torch.randn(pairs * side**2, shape.patch_numbers, device=device, dtype=model.dtype)
     grid = torch.tensor([[pairs, side, side]], device=device)
     look = FAMILIES[model.hf.config.model_type].look
-    return seconds(device, lambda: look(model.hf, 2, patches, grid), 1) * visual / (pairs * side**2 / 4)
+    return seconds(device, lambda: list(look(model.hf, 2, patches, grid)), 1) * visual / (pairs * side**2 / 4)
 
 
 def grid(

@@ -10,6 +10,7 @@ x: (…, in), any floating type; y: (…, out).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,7 @@ from std_core.kernels.devices import TRITON
 
 GROUP = 32  # input channels that share a scale at 4 bits
 BLOCK = 64  # input channels that the C++ product takes at once
+ROWS = 32  # output channels that are packed at a time
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,15 @@ def pack(weight: torch.Tensor, bits: int) -> Packed:
         return _packed_for_cpp(weight, bits)
     levels, scale = levels_of(weight, bits)
     if weight.device.type == "cpu":
-        stored = levels if bits == 8 else torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        stored = levels if bits == 8 else torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
         return Packed(stored, scale, bits, "pytorch")
     return Packed(unpacked(levels, scale, bits).to(weight.dtype), scale, bits, "plain")
 
 
 def levels_of(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, in) levels, and scales of the weight's type."""
-    levels, scale = (_levels8 if bits == 8 else _levels4)(weight.float())
-    return levels, scale.to(weight.dtype)
+    levels, scale = _by_rows(_levels8 if bits == 8 else _levels4, weight)
+    return levels, (scale if bits == 8 else scale.transpose(0, 1).contiguous()).to(weight.dtype)
 
 
 def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
@@ -69,7 +71,7 @@ def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tens
     if bits == 8:
         return levels.float() * scale.float()[:, None]
     step, middle = (x.transpose(0, 1)[..., None].float() for x in scale.unbind(-1))
-    return ((levels.unflatten(1, (-1, GROUP)) - 8) * step + middle).flatten(1)
+    return ((levels.unflatten(1, (-1, GROUP)).float() - 8) * step + middle).flatten(1)
 
 
 def low_bit_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
@@ -90,29 +92,48 @@ def low_bit_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -
     return y.unflatten(0, x.shape[:-1])
 
 
+def _by_rows(make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], weight: torch.Tensor) -> list[torch.Tensor]:
+    """What is made of each output channel by itself, of some at a time: what it takes on the way is several times a
+    weight, and a head has hundreds of millions."""
+    made: list[torch.Tensor] = []
+    for at in range(0, len(weight), ROWS):
+        parts = make(weight[at : at + ROWS].float())
+        made = made or [part.new_empty(len(weight), *part.shape[1:]) for part in parts]
+        for whole, part in zip(made, parts, strict=True):
+            whole[at : at + ROWS] = part
+    return made
+
+
 def _levels8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = weight.abs().amax(1).clamp(min=1e-8) / 127
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
 def _levels4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels, and scales (out, groups, 2)."""
     grouped = weight.unflatten(1, (-1, GROUP))
     low, high = grouped.amin(2), grouped.amax(2)
     step = (high - low).clamp(min=1e-8) / 15
-    levels = ((grouped - low[..., None]) / step[..., None]).round().clamp(0, 15).to(torch.int32).flatten(1)
-    return levels, torch.stack([step, low + 8 * step], dim=-1).transpose(0, 1).contiguous()
+    levels = ((grouped - low[..., None]) / step[..., None]).round().clamp(0, 15).to(torch.uint8).flatten(1)
+    return levels, torch.stack([step, low + 8 * step], dim=-1)
 
 
 # ------------------------------------------------------------------------------------------------------ the C++ product
 
 
 def _packed_for_cpp(weight: torch.Tensor, bits: int) -> Packed:
-    padded = F.pad(weight.float(), (0, -weight.shape[1] % BLOCK))
-    levels, scale = (_levels8 if bits == 8 else _levels4)(padded)
-    if bits == 8:
-        return Packed(levels, scale, bits, "cpp")
-    halves = levels.to(torch.uint8).unflatten(1, (-1, 2, GROUP))
-    return Packed(halves[:, :, 0] | halves[:, :, 1] << 4, scale.permute(2, 1, 0).contiguous(), bits, "cpp")
+    levels, scale = _by_rows(_padded8 if bits == 8 else _halves4, weight)
+    return Packed(levels, scale if bits == 8 else scale.permute(2, 0, 1).contiguous(), bits, "cpp")
+
+
+def _padded8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _levels8(F.pad(weight, (0, -weight.shape[1] % BLOCK)))
+
+
+def _halves4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    levels, scale = _levels4(F.pad(weight, (0, -weight.shape[1] % BLOCK)))
+    halves = levels.unflatten(1, (-1, 2, GROUP))
+    return halves[:, :, 0] | halves[:, :, 1] << 4, scale
 
 
 def _by_cpp(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:

@@ -55,12 +55,14 @@ def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn:
 def slots_of(load: Load, profile: Profile, setting: Setting, draft: Draft | None) -> int:
     """Slots that fit the device at such requests; 0 if none."""
     memory = MEMORY * profile.device.memory
-    return most_slots(profile.account, load, memory, setting.max_num_seqs, draft, _pair(profile, draft))
+    return most_slots(
+        profile.account, load, memory, setting.max_num_seqs, draft, _pair(profile, draft), profile.device.kind
+    )
 
 
 def memory_of(load: Load, profile: Profile, draft: Draft | None, slots: int) -> dict[str, float]:
     """Bytes by what they are for."""
-    return terms(profile.account, load, slots, draft, _pair(profile, draft))
+    return terms(profile.account, load, slots, draft, _pair(profile, draft), profile.device.kind)
 
 
 def _pair(profile: Profile, draft: Draft | None) -> Account | None:
@@ -154,7 +156,7 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
         seconds=rounds / mix.count * round_s / step.rows * history.speed(draft) + once,
         round_s=round_s / step.rows,
         token_s=(round_s - plain_s) / gamma / step.rows if gamma else 0.0,
-        memory=tuple(terms(profile.account, mix.longest, slots, draft, pair).items()),
+        memory=tuple(terms(profile.account, mix.longest, slots, draft, pair, profile.device.kind).items()),
     )
 
 

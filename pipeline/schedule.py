@@ -14,7 +14,7 @@ from pipeline.choice import MEMORY, choose, fallback, memory_of, slots_of
 from pipeline.history import History
 from pipeline.setting import Mix, Setting, load_of
 from pipeline.types import Planned, RequestError, UsageError, Wave
-from std_core.memory import Load
+from std_core.memory import Load, total
 from std_core.profile import Profile
 
 __all__ = ["HALF", "LIKE", "WAVE", "History", "Setting", "cut", "misfit", "plan"]
@@ -84,7 +84,7 @@ def advice(request: Planned, profile: Profile, setting: Setting) -> str:
     short = "lower fps, max_frames, max_pixels, total_pixels or --max-tokens"
     what = small if most in ("weights", "draft_weights") else short
     return (
-        f"a request of {request.context} tokens needs {sum(needs.values()) / 1e9:.1f} GB alone, "
+        f"a request of {request.context} tokens needs {total(needs) / 1e9:.1f} GB alone, "
         f"{needs[most] / 1e9:.1f} of them for {most.replace('_', ' ')}, and {profile.device.name} can give "
         f"{MEMORY * profile.device.memory / 1e9:.1f}: {what} would help"
     )

@@ -9,7 +9,7 @@ from typing import Literal
 from pipeline.config import Job
 from pipeline.history import kind_of
 from pipeline.types import Planned
-from std_core.memory import Load
+from std_core.memory import Draws, Load
 from std_core.types import Draft
 
 STANDARD = Draft()
@@ -25,7 +25,7 @@ class Setting:
         default: in the place of a choice where there is nothing to choose from.
         engines: that share the work.
         strict: tokens that each verification is padded to, if any.
-        drawn: whether texts are drawn, not greedy.
+        draws: how tokens are drawn, as `Load` has it.
     """
 
     max_num_seqs: int = 8
@@ -35,7 +35,11 @@ class Setting:
     default: Draft = STANDARD
     engines: int = 1
     strict: int = 0
-    drawn: bool = False
+    draws: Draws = "greedy"
+
+    @property
+    def drawn(self) -> bool:
+        return self.draws != "greedy"
 
 
 def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
@@ -46,6 +50,7 @@ def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
         drawn: whether texts are drawn where the job does not say.
     """
     given = (job.gamma, job.keep, job.k) != (None, None, None)
+    greedy = not drawn if job.temperature is None else job.temperature == 0
     free = job.draft == "auto" and job.mode == "std" and not given
     return Setting(
         job.max_num_seqs,
@@ -53,7 +58,7 @@ def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
         draft="auto" if free else draft,
         default=draft or Draft(),
         strict=job.strict,
-        drawn=drawn if job.temperature is None else job.temperature > 0,
+        draws="greedy" if greedy else "fresh" if job.seed is None else "seeded",
     )
 
 
@@ -82,10 +87,14 @@ class Mix:
             sum(r.context for r in requests) / count,
             sum(r.plan.tokens for r in requests) / count,
             len({(r.info.uri, r.plan.times) for r in requests}),
-            Load(visual + text, visual, setting.max_tokens, setting.prefill_chunk),
+            _load(visual + text, visual, setting),
             tuple(sorted(kinds.items())),
         )
 
 
 def load_of(request: Planned, setting: Setting) -> Load:
-    return Load(request.context, request.plan.tokens, setting.max_tokens, setting.prefill_chunk)
+    return _load(request.context, request.plan.tokens, setting)
+
+
+def _load(context: int, visual: int, setting: Setting) -> Load:
+    return Load(context, visual, setting.max_tokens, setting.prefill_chunk, setting.strict, setting.draws)

@@ -40,10 +40,10 @@ def accept_sampled(
         < p[:, :-1].gather(2, at)[..., 0]
     )
     n = keep.long().cumprod(1).sum(1)
-    # behind a draft that was accepted whole there is nothing to take away
-    drafts = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)
     row = torch.arange(rows, device=p.device)
-    rest = (p[row, n] - drafts[row, n]).clamp(min=0)
+    # behind a draft that was accepted whole there is nothing to take away
+    taken = q[row, n.clamp(max=gamma - 1)] * (n < gamma)[:, None]
+    rest = (p[row, n] - taken).clamp(min=0)
     # p and q equal but for rounding: the rejection was itself rounding, p is the right distribution
     rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p[row, n])
     bonus = torch.multinomial(rest, 1, generator=generator)

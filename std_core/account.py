@@ -27,6 +27,11 @@ class Account:
         tower: of its vision tower and what merges its output, in parameters.
         tower_width: of the tower's blocks.
         patches: that go into a visual token.
+        tower_mlp: numbers of a patch that its blocks' MLP holds at once.
+        tower_turns: it rotates queries and keys.
+        tower_places: it keeps what it has learned of places.
+        pixels: numbers of a patch as it comes.
+        levels: features of a visual token; those above the first are DeepStack's.
     """
 
     layers: int
@@ -44,6 +49,11 @@ class Account:
     tower: int = 0
     tower_width: int = 0
     patches: int = 4
+    tower_mlp: int = 0
+    tower_turns: bool = False
+    tower_places: bool = False
+    pixels: int = 0
+    levels: int = 1
 
     @classmethod
     def of(cls, config: Any, weight_bytes: float = 2, kv_bytes: float = 2) -> Account:
@@ -64,6 +74,7 @@ class Account:
             router=router,
             weight_bytes=weight_bytes,
             kv_bytes=kv_bytes,
+            **_tower_of(getattr(config, "vision_config", None)),
         )
 
     # ------------------------------------------------------------------------------------------------ what a step reads
@@ -73,6 +84,12 @@ class Account:
         """P: weights of one layer's seven projections (of the active experts; a router's beside them)."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate * self.experts + self.hidden * self.router
+
+    @property
+    def packable(self) -> int:
+        """Weights of one layer that low-bit copies are made of; those of experts that a router chooses are not."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return attention + (0 if self.router else 3 * self.hidden * self.intermediate)
 
     @property
     def projection_bytes(self) -> float:
@@ -140,6 +157,23 @@ class Account:
         total = self.step_bytes([context])
         by_p, by_kv = self.projection_bytes * (1 - keep_p), context * self.entry_bytes * (1 - keep_kv)
         return total / (total - by_p), total / (total - by_kv), total / (total - by_p - by_kv)
+
+
+def _tower_of(vision: Any) -> dict[str, Any]:
+    """What a vision tower's configuration tells of its blocks; of none, nothing."""
+    if vision is None:
+        return {}
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    inner = getattr(vision, "intermediate_size", None) or round(width * vision.mlp_ratio)
+    simple = vision.hidden_act.startswith("gelu")  # gated, or sigmoids of their own: one tensor more
+    turns = hasattr(vision, "temporal_patch_size")
+    return {
+        "tower_mlp": (2 if simple else 3) * inner,
+        "tower_turns": turns,
+        "tower_places": hasattr(vision, "num_position_embeddings") or not turns,
+        "pixels": 3 * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2,
+        "levels": 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+    }
 
 
 def tokens_per_round(acceptance: float, gamma: int) -> float:

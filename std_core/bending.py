@@ -70,21 +70,23 @@ class Bends:
             stops = self.stop_ids[:, None].expand(-1, scores.shape[1], -1)
             scores.scatter_(2, stops, scores.gather(2, stops).masked_fill(early, float("-inf")))
         if self.heats:
-            scores = scores / self.temperature[:, None, None]
-        return self._cut(scores) if self.cuts else scores
+            scores = scores.div_(self.temperature[:, None, None])
+        for t in range(scores.shape[1]) if self.cuts else ():  # one by one: an order takes seven times a score's bytes
+            scores[:, t : t + 1] = self._cut(scores[:, t : t + 1])
+        return scores
 
     def _penalised(self, scores: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         vocabulary = scores.shape[-1]
         behind = torch.arange(history.shape[1], device=history.device) >= lengths[:, None]
         seen = _marked(history.clamp(max=vocabulary).masked_fill(behind, vocabulary), vocabulary)
-        penalty, bent = self.penalty[:, None], []
+        penalty = self.penalty[:, None]
         for t in range(scores.shape[1]):
             if t:  # the draft's token before it
                 newest = history.gather(1, (lengths + t - 1)[:, None]).clamp(max=vocabulary)
                 seen = seen.scatter(1, newest, True)
             row = scores[:, t]
-            bent.append(torch.where(seen[:, :-1], torch.where(row < 0, row * penalty, row / penalty), row))
-        return torch.stack(bent, dim=1)
+            scores[:, t] = torch.where(seen[:, :-1], torch.where(row < 0, row * penalty, row / penalty), row)
+        return scores
 
     def _cut(self, scores: torch.Tensor) -> torch.Tensor:
         """Top-k, then top-p, off one order."""

@@ -17,11 +17,11 @@ from transformers.video_utils import VideoMetadata
 
 from std_core.account import Account
 from std_core.families import FAMILIES, Family, refusal, sees, writer_of
+from std_core.memory import TAIL
 from std_core.types import Geometry, Request, RequestError
 
 WHOLE = 64 << 20  # bytes; files above it enter a folder's hash by size, first and last MiB
 BYTES = {"float32": 4.0, "bfloat16": 2.0}
-TAIL = 64  # of a prompt without visual tokens: what lies before its last 64 takes their part in a selection
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> Account:
         parameters=sum(size for _, size in sizes),
         tower=sum(size for is_text, size in sizes if not is_text) if vision else 0,
         tower_width=(getattr(vision, "embed_dim", None) or vision.hidden_size) if vision else 0,
-        patches=getattr(vision, "spatial_merge_size", 1) ** 2 if vision else 1,
+        patches=getattr(vision, "spatial_merge_size", 2) ** 2 if vision else 1,
     )
 
 

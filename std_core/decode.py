@@ -231,8 +231,8 @@ def accept(slots: Slots, drafted: Drafted, scores: torch.Tensor) -> tuple[torch.
     tokens = choose(scores, slots.draws, places)
     accepted = accept_equal(drafted.tokens, tokens)
     if slots.draws.fresh and drafted.q is not None:
-        p = scores.softmax(-1).nan_to_num(nan=1.0)  # a broken row draws anything and is ended by the engine
-        n, drawn = accept_sampled(drafted.tokens, drafted.q.nan_to_num(nan=1.0), p, slots.generator)
+        p = scores.softmax(-1).nan_to_num_(nan=1.0)  # a broken row draws anything and is ended by the engine
+        n, drawn = accept_sampled(drafted.tokens, drafted.q.nan_to_num_(nan=1.0), p, slots.generator)
         tokens = torch.where(slots.draws.unseeded[:, None], drawn, tokens)
         accepted = torch.where(slots.draws.unseeded, n, accepted)
     return tokens, accepted

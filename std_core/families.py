@@ -4,13 +4,14 @@ frames become tokens, and how the vision tower is asked."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from std_core.memory import SEEN
 from std_core.types import Geometry
 
 
@@ -20,14 +21,15 @@ class Family:
 
     Args:
         geometry: from its processor.
-        look: (model, kind, patches, grid) to (tokens, hidden × levels), kind 1 for images and 2 for videos. Levels
-            above the first are what DeepStack adds behind the first layers.
+        look: (model, kind, patches, grid) to (tokens, hidden × levels), kind 1 for images and 2 for videos, a piece of
+            at most `SEEN` tokens of a video at a time. Levels above the first are what DeepStack adds behind the first
+            layers.
         resizes: its processor brings frames and images to size by itself; else they come in the size of the plan.
         timed: its processor writes the time of each temporal patch into the prompt.
     """
 
     geometry: Callable[[Any], Geometry]
-    look: Callable[[Any, int, torch.Tensor, torch.Tensor], torch.Tensor]
+    look: Callable[[Any, int, torch.Tensor, torch.Tensor], Iterator[torch.Tensor]]
     resizes: bool = False
     timed: bool = False
 
@@ -120,17 +122,56 @@ def _fixed(processor: Any) -> Geometry:
 # ----------------------------------------------------------------------------------------------------------- vision
 
 
-def _look_qwen(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    seen = (hf.get_image_features if kind == 1 else hf.get_video_features)(patches, grid)
+def _look_qwen(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> Iterator[torch.Tensor]:
+    pieces = (
+        iter([(patches, grid)]) if kind == 1 else _frames(patches, grid, hf.config.vision_config.spatial_merge_size)
+    )
+    for part, shape in pieces:
+        yield _features(hf, kind, part, shape)
+
+
+def _features(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """Of one piece; what else the tower gives is gone when the next one comes."""
+    seen = (hf.get_image_features if kind == 1 else hf.get_video_features)(_on(hf, patches), grid.to(hf.device))
     levels = [seen.pooler_output, *getattr(seen, "deepstack_features", [])]
-    return torch.cat([torch.cat(list(level)) for level in levels], dim=-1)
+    return _joined([_joined(list(level)) for level in levels], dim=-1)
 
 
-def _look_llava(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """A single part as it is: no copy."""
+    return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]
+
+
+def _frames(patches: torch.Tensor, grid: torch.Tensor, merge: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Videos cut between temporal patches, across which no tower of this kind looks."""
+    at = 0
+    for times, height, width in grid.tolist():
+        size = height * width
+        most = max(1, SEEN * merge**2 // size)
+        for begin in range(0, times, most):
+            count = min(most, times - begin)
+            yield patches[at : at + count * size], torch.tensor([[count, height, width]])
+            at += count * size
+
+
+def _look_llava(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> Iterator[torch.Tensor]:
     if kind == 1:
-        return torch.cat(hf.get_image_features(patches, grid, batch_num_images=[len(grid)]).pooler_output)
-    videos = patches.split(grid[:, 0].tolist())  # one by one, since they may differ in frames
-    return torch.cat([hf.get_video_features(frames[None]).pooler_output[0] for frames in videos])
+        shown = hf.get_image_features(_on(hf, patches), grid.to(hf.device), batch_num_images=[len(grid)])
+        yield torch.cat(shown.pooler_output)
+        return
+    for frames in patches.split(grid[:, 0].tolist()):  # one by one, since they may differ in frames
+        for part in (pieces := frames.split(_frames_at_once(hf))):
+            seen = hf.get_video_features(_on(hf, part)[None]).pooler_output[0]
+            yield seen if part is pieces[-1] else seen[:-1]  # a newline stands behind the whole video's last frame
+
+
+def _frames_at_once(hf: Any) -> int:
+    vision = hf.config.vision_config
+    return max(1, SEEN // math.ceil(vision.image_size // vision.patch_size / 2) ** 2)
+
+
+def _on(hf: Any, patches: torch.Tensor) -> torch.Tensor:
+    return patches.to(hf.device, hf.dtype)
 
 
 FAMILIES = {

@@ -167,7 +167,8 @@ class Model:
         return Cache(self.devices[: self.layers], rows, self.kv_heads, self.head_dim, self.dtype)
 
     def see(self, inputs: Inputs) -> torch.Tensor:
-        """The vision tower: (m_v, hidden × levels) features of all visual tokens, in the order of their places."""
+        """The vision tower: (m_v, hidden × levels) features of all visual tokens, in the order of their places. Videos
+        go through it in pieces, so what it works on does not grow with their length."""
         width = self.width * self.levels
         features = torch.empty(len(inputs.visual), width, dtype=self.dtype, device=self.device)
         kinds = inputs.types[0][inputs.types[0] != 0].to(self.device)
@@ -176,15 +177,14 @@ class Model:
             (1, inputs.image_patches, inputs.image_grid),
             (2, inputs.video_patches, inputs.video_grid),
         ):
-            places = int((kinds == kind).sum())
-            if patches is None or grid is None:
-                seen = features[:0]
-            else:
-                seen = look(self.hf, kind, patches.to(self.device), grid.to(self.device)).to(self.dtype)
-            if len(seen) != places:
-                why = f"the prompt has {places} places for visual tokens, the vision tower gave {len(seen)}"
+            places, given = (kinds == kind).nonzero()[:, 0], 0
+            for seen in look(self.hf, kind, patches, grid) if patches is not None and grid is not None else ():
+                to = places[given : given + len(seen)]
+                features[to] = seen[: len(to)].to(self.dtype)
+                given += len(seen)
+            if given != len(places):
+                why = f"the prompt has {len(places)} places for visual tokens, the vision tower gave {given}"
                 raise RequestError("placeholder_mismatch", why)
-            features[kinds == kind] = seen
         return features
 
     def place(self, inputs: Inputs) -> tuple[torch.Tensor, int]:
@@ -212,6 +212,13 @@ class Model:
             return embeds
         embeds = F.pad(embeds, (0, features.shape[1] - embeds.shape[2]))
         return embeds.masked_scatter((types != 0).to(self.device)[..., None], features)
+
+    def embed_part(self, inputs: Inputs, features: torch.Tensor | None, at: int, end: int) -> torch.Tensor:
+        """Places `at` to `end` of a prompt alone: as `embed` has all of it."""
+        types, before = inputs.types[:, at:end], int((inputs.types[:, :at] != 0).sum())
+        if features is not None:
+            features = features[before : before + int((types != 0).sum())]
+        return self.embed(inputs.ids[:, at:end].to(self.device), types, features)
 
     def extend(self, embeds: torch.Tensor, positions: torch.Tensor, kv: ChunkStep) -> torch.Tensor:
         """Logits (vocabulary,) behind a chunk of a prompt."""

@@ -163,6 +163,7 @@ class Prefill:
                 return self._own_prefix(row), 0.0
         row = self._free_prefix()
         self.prefixes[row] = Prefix(None, cut)
+        self.slots.prefix.reserve(cut)  # before the tower works: a cache that grows is there twice, layer by layer
         began = time.perf_counter()
         features = None
         if len(inputs.visual):
@@ -170,11 +171,10 @@ class Prefill:
             engine.counters.vision_passes += 1
             yield
         seen = time.perf_counter()
-        embeds = self.model.embed(inputs.ids[:, :cut].to(self.model.device), inputs.types[:, :cut], features)
-        self.slots.prefix.reserve(cut)
         for at in range(0, cut, engine.prefill_chunk):
             end = min(cut, at + engine.prefill_chunk)
-            self.model.extend(embeds[:, at:end], prompt.positions[..., at:end], ChunkStep(self.slots.prefix, row, at))
+            embeds = self.model.embed_part(inputs, features, at, end)
+            self.model.extend(embeds, prompt.positions[..., at:end], ChunkStep(self.slots.prefix, row, at))
             engine.counters.chunks += 1
             yield
         engine.counters.prefix_prefills += 1

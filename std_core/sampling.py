@@ -79,9 +79,10 @@ def choose(scores: torch.Tensor, draws: Draws, places: torch.Tensor) -> torch.Te
     Args:
         places: (B, T) of the chosen token in its row's output, from 0.
     """
-    if draws.sampled:
-        scores = scores + draws.noise(places, scores.shape[-1])
-    return scores.argmax(-1)
+    if not draws.sampled:
+        return scores.argmax(-1)
+    each = zip(scores.split(1, dim=1), places.split(1, dim=1), strict=True)  # noise takes ten times a score's bytes
+    return torch.cat([(score + draws.noise(place, score.shape[-1])).argmax(-1) for score, place in each], dim=1)
 
 
 @dataclass(frozen=True)

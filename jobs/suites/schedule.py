@@ -202,8 +202,8 @@ def _times(engine: Engine, asked: Subject, drafts: Sequence[Draft], flags: Flags
 
 def _ways(rows: int, context: float, visual: float, answer: Answer, profile: Profile) -> tuple[Candidate, ...]:
     """What the scheduler makes of a cell whose answers' lengths it knows."""
-    setting = Setting(rows, max_tokens=answer.length, drawn=answer.drawn)
-    longest = Load(round(context), round(visual), answer.length)
+    setting = Setting(rows, max_tokens=answer.length, draws="seeded" if answer.drawn else "greedy")
+    longest = Load(round(context), round(visual), answer.length, draws=setting.draws)
     mix = Mix(rows, context, visual, rows, longest, (("caption", rows),))
     known = replace(profile, lengths=(("caption", float(answer.length)),))
     return choose(mix, known, History(), setting, 0)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from std_core.kernels import cpu
-from std_core.kernels.low_bit import BLOCK, GROUP, Packed, _levels4, _levels8, low_bit_linear, pack, packable, unpacked
+from std_core.kernels.low_bit import BLOCK, GROUP, Packed, levels_of, low_bit_linear, pack, packable, unpacked
 from std_core.kernels.sparse_linear import laid_out, sparse_linear, sparsified
 
 SIZES = st.tuples(st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 5).map(lambda n: GROUP * n))
@@ -28,7 +28,7 @@ def test_a_packed_product_is_that_of_the_unpacked_weights(
     bias = torch.randn(size[0], generator=rng) if biased else None
     with mock.patch.object(cpu, "serves", return_value=False):
         packed = pack(weight, bits)
-    levels, scale = (_levels8 if bits == 8 else _levels4)(weight)
+    levels, scale = levels_of(weight, bits)
     plain = unpacked(levels, scale, bits)
     want = F.linear(x, plain, bias)
     torch.testing.assert_close(low_bit_linear(x, packed, bias), want, rtol=1e-4, atol=1e-4)
@@ -58,7 +58,7 @@ def test_our_packed_product_is_its_definition_and_near_the_full_one(
     x[:, 0] *= 50  # an activation far above the others
     got = low_bit_linear(x[None], pack(weight, bits), bias if biased else None)[0].double()
     padded = F.pad(weight.float(), (0, -width % BLOCK))
-    levels, scale = (_levels8 if bits == 8 else _levels4)(padded)
+    levels, scale = levels_of(padded, bits)
     plain = unpacked(levels, scale, bits)[:, :width].double()
     want = F.linear(x.bfloat16().double(), plain, bias.double() if biased else None)
     size = (x.double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)) + 1

@@ -13,7 +13,7 @@ from std_core.account import Account
 from std_core.devices import NAMED, published, unmeasured
 from std_core.types import Draft
 
-LLAMA = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=8_030_000_000, tower=10**8, tower_width=1024)
+LLAMA = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=9_030_000_000, tower=10**8, tower_width=1024)
 PROFILE = unmeasured(published("H100"), LLAMA, "m", "bfloat16")
 
 
@@ -55,7 +55,7 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
     text = table(figures, [lost])
     assert "{} ({}–{})".format(best["draft"], *best["gammas"]) in text
     assert "published" in text and "context_too_long: it is too long" in text and "too small" in text
-    assert figures["engine_hours_elsewhere"]["L4"] is None  # 32K × 8B needs more than 24 GB
+    assert figures["engine_hours_elsewhere"]["L4"] is None  # 32K × 9B needs more than 24 GB
 
 
 def test_drafts_are_named_by_what_is_cheaper_of_them() -> None:

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from memory_cases import Subject, cases
+from memory_meter import tensors_peak
+
+from pipeline.choice import MEMORY, Setting, slots_of
+from std_core.devices import unmeasured
+from std_core.memory import total
+from std_core.profile import Device
+from suites.memory import OFF, figures
+
+CASES = {case.name: case for case in cases(1)}
+SAME = ("kv", "draft_kv", "teal", "pair", "round", "weights_tied")  # in bfloat16 half of everything: of the suite alone
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {f"{name}_bf16" for name in SAME}))
+def test_a_plans_total_is_within_a_tenth_of_the_measured_peak(name: str) -> None:
+    found = figures(CASES[name], Subject.of(CASES[name]))
+    assert abs(found["ratio"] - 1) <= OFF, found
+
+
+def test_the_meter_counts_what_operations_take_inside() -> None:
+    kept: list[torch.Tensor] = []
+
+    def work() -> None:
+        kept.append(torch.zeros(1 << 20))
+        torch.zeros(1 << 21)  # gone at once
+
+    assert tensors_peak(work) == 12 << 20
+    assert tensors_peak(lambda: kept.clear()) == 0  # what was there before is no change
+
+
+@pytest.mark.parametrize("name", ["kv", "draft_kv_text"])
+def test_slots_that_just_fit_a_device_do_fit_it(name: str) -> None:
+    case = replace(CASES[name], slots=3)
+    memory = total(case.terms()) / MEMORY + 1
+    device = Device("toy", "cpu", 1e10, memory, 1e12)
+    profile = unmeasured(device, case.account(case.sizes), name, case.dtype)
+    slots = slots_of(case.load, profile, Setting(64), case.draft)
+    assert slots == 3
+    subject = Subject.of(case)
+    assert subject.weights + tensors_peak(subject.run) <= memory

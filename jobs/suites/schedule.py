@@ -61,6 +61,7 @@ class Flags:
     gammas: str = "2,5"  # of the fixed settings
     tokens: int = 16  # of a segment
     pairs: int = 8
+    texts: int = 4  # that a cell is timed on, at the least: how much is accepted differs from one to another
     threads: int = 2
     profile: str = ""  # calibrated here if not given
 
@@ -72,6 +73,15 @@ class Timed:
     once: float = 0.0
     dense: list[float] = field(default_factory=list)
     drafted: list[float] = field(default_factory=list)
+
+    @classmethod
+    def mean(cls, each: Sequence[Timed]) -> Timed:
+        """Of several batches, segment by segment."""
+        dense, drafted = (
+            [statistics.fmean(x) for x in zip(*lists, strict=True)]
+            for lists in ([t.dense for t in each], [t.drafted for t in each])
+        )
+        return cls(statistics.fmean(t.once for t in each), dense, drafted)
 
 
 @dataclass(frozen=True)
@@ -165,24 +175,26 @@ def _cells(
     widest = max(draft.gamma for draft in fixed) + 12
     room = (flags.pairs + 1) * (flags.tokens + widest) + 2
     rows = engine.max_num_seqs
-    asked = subjects.subject(engine.checkpoint, context, range(rows), room, step=0, scenes=(12,))
-    asked = subjects.captions_of(asked)
-    inputs = [asked.prepare(request) for request in asked.requests]
+    count = rows * -(-flags.texts // rows)
+    whole = subjects.captions_of(subjects.subject(engine.checkpoint, context, range(count), room, step=0, scenes=(12,)))
+    batches = [replace(whole, requests=whole.requests[at : at + rows]) for at in range(0, count, rows)]
+    inputs = [whole.prepare(request) for request in whole.requests]
     prompt, visual = (
         statistics.fmean(len(x) for x in each) for each in ([i.ids[0] for i in inputs], [i.selectable for i in inputs])
     )
-    Pair(engine, asked.requests, asked.prepare, calibration.PLAIN)  # sees and prefills what all share
     for drawn in sorted({answer.drawn for answer in answers}):
         ways = {one: _ways(rows, prompt, visual, one, profile) for one in answers if one.drawn == drawn}
         chosen = (found[0].draft for found in ways.values())
         drafts = list(dict.fromkeys([*fixed, *(draft for draft in chosen if draft)]))
-        requests = subjects.drawn(asked.requests) if drawn else asked.requests
-        times = _times(engine, replace(asked, requests=requests), drafts, flags)
+        asked = [replace(one, requests=subjects.drawn(one.requests)) for one in batches] if drawn else batches
+        each = [_times(engine, one, drafts, flags) for one in asked]
+        times = {draft: Timed.mean([times[draft] for times in each]) for draft in each[0]}
         yield from (Cell(context, rows, one, times, found) for one, found in ways.items())
 
 
 def _times(engine: Engine, asked: Subject, drafts: Sequence[Draft], flags: Flags) -> dict[Draft | None, Timed]:
     """All drafts in turn, the dense loop beside each."""
+    Pair(engine, asked.requests, asked.prepare, calibration.PLAIN)  # sees and prefills what all share
     known = Pair(engine, asked.requests, asked.prepare, calibration.PLAIN).prefill_s
     pairs = {}
     for draft in drafts:

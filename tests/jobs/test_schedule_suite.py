@@ -26,7 +26,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         grid = calibration.Grid([90, 180], [1, 2], calibration.presets("std,ngram"), 3, 1)
         write_profile(path, calibration.measure("llama", "cpu", "float32", grid, 1))
     words = ["--model", "llama", "--contexts", "128", "--rows", "1,2", "--answers", "4,8d", "--drafts", "std,ngram"]
-    small = ["--gammas", "2", "--tokens", "3", "--pairs", "4", "--threads", "1", "--profile", path]
+    small = ["--gammas", "2", "--tokens", "3", "--pairs", "4", "--texts", "2", "--threads", "1", "--profile", path]
     return schedule.run([*words, *small])
 
 
@@ -73,6 +73,11 @@ def test_a_suite_whose_figures_are_no_answer_fails(
     assert benchmark.main(["--suite", "schedule"]) == 1
     told = capsys.readouterr()
     assert json.loads(told.out) and "uninformative" in told.err
+
+
+def test_batches_of_a_cell_count_alike() -> None:
+    found = Timed.mean([Timed(1.0, [2.0, 4.0], [1.0, 1.0]), Timed(3.0, [4.0, 2.0], [3.0, 5.0])])
+    assert found == Timed(2.0, [3.0, 3.0], [2.0, 3.0])
 
 
 def test_one_time_costs_count() -> None:

@@ -12,8 +12,7 @@ from memory_models import Asked, Sizes, build, config_of, inputs_of
 
 from decode_shapes import Shaped
 from std_core.account import Account
-from std_core.checkpoint import Inputs
-from std_core.devices import whole_account
+from std_core.checkpoint import Inputs, whole_account
 from std_core.drafters import second_model
 from std_core.engine import Engine
 from std_core.memory import Load, terms

@@ -174,7 +174,7 @@ class _Cell:
 
     def seat(self, draft: Draft, drawn: bool = False) -> Pair:
         asked = subjects.drawn(self.asked.requests) if drawn else self.asked.requests
-        return Pair(self.engine, asked, self.asked.prepare, draft)
+        return Pair(self.engine, asked, self.asked.prepare, draft, each=True)
 
     def step(self, read: float, width: int, entries: float, seconds: float) -> Step:
         """

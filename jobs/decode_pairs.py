@@ -34,12 +34,22 @@ class Clock:
 
 
 class Pair:
-    """Seated rows that decode densely and with a draft in turn, from the same state each time."""
+    """Seated rows that decode densely and with a draft in turn, from the same state each time.
+
+    Args:
+        each: a segment ends when each row has written its tokens, as in a wave, where those that are done earlier wait;
+            else when all together have, of which rows that are easy to draft for write more.
+    """
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], prepare: Callable[[Request], Inputs], policy: Draft
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        prepare: Callable[[Request], Inputs],
+        policy: Draft,
+        each: bool = False,
     ):
-        self.policy = policy
+        self.policy, self.each = policy, each
         self.batch = Batch(engine, policy, prepare)
         self.prefill_s = self.batch.seat(requests)
         self.slots, self.model = self.batch.slots, engine.model
@@ -87,7 +97,7 @@ class Pair:
         return written
 
     def _segment(self, tokens: int, drafting: Callable[[Slots, int], Drafted], gamma: int, clock: Clock) -> Written:
-        """Rounds until a row has `tokens` tokens more on average, or none may go on."""
+        """Rounds until a row has `tokens` tokens more, on average or each of them, or one may not go on."""
         written: Written = [[] for _ in self.written]
         ends = [0.0]
 
@@ -99,15 +109,23 @@ class Pair:
                 clock.draft.append((ends[0] - began) / gamma)
             return drafted
 
+        everyone = self.slots.active
         began = time.perf_counter()
-        while sum(map(len, written)) < tokens * len(written) and bool((self.slots.left > 0).all()):
+        while self._goes_on(written, tokens) and bool((self.slots.left > 0).all()):
+            if self.each:
+                self.slots.active = torch.tensor([len(row) < tokens for row in written], device=everyone.device)
             done = decode_round(self.model, self.slots, timed, gamma)
             for row, new, kept in zip(written, done.tokens.tolist(), done.kept.tolist(), strict=True):
                 row += new[:kept]
                 clock.kept.append(kept)
             clock.verify.append(time.perf_counter() - ends[0])
         clock.per_token.append((time.perf_counter() - began) * len(written) / max(1, sum(map(len, written))))
+        self.slots.active = everyone
         return written
+
+    def _goes_on(self, written: Written, tokens: int) -> bool:
+        counts = [len(row) for row in written]
+        return min(counts) < tokens if self.each else sum(counts) < tokens * len(counts)
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:

@@ -2,10 +2,10 @@
 greedy or drawn) the dense loop, every fixed setting and the scheduler's choice, in turn, in one process. JSON comes
 last.
 
-A cell's time is that of one wave that fills the slots once: what a draft costs once per row, and its loop. The oracle
-is chosen on every second segment and timed, as all others are, on the rest. Where no setting is far from the best of
-each cell, or few are ever the best, there is nothing to choose and the suite says so. Calibration runs in a process of
-its own, at contexts that are none of the cells'.
+A cell's time is that of one wave that fills the slots once: what a draft costs once per row, and its loop, until each
+row has its tokens. The oracle is chosen on every second segment and timed, as all others are, on the rest. Where no
+setting is far from the best of each cell, or few are ever the best, there is nothing to choose and the suite says so.
+Calibration runs in a process of its own, at contexts that are none of the cells'.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _times(engine: Engine, asked: Subject, drafts: Sequence[Draft], flags: Flags
     pairs = {}
     for draft in drafts:
         Pair(engine, asked.requests, asked.prepare, draft)  # packs weights
-        pairs[draft] = Pair(engine, asked.requests, asked.prepare, draft)
+        pairs[draft] = Pair(engine, asked.requests, asked.prepare, draft, each=True)
     for turn in range(flags.pairs + 1):
         for pair in pairs.values():
             if turn == 1:

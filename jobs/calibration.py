@@ -56,6 +56,7 @@ class _Found:
     once: dict[Draft, list[tuple[float, float]]] = field(default_factory=dict)  # (context, of a request)
     acceptance: dict[Draft, list[Accepted]] = field(default_factory=dict)
     retrieved: dict[Draft, list[Retrieved]] = field(default_factory=dict)
+    noise: list[float] = field(default_factory=list)  # of a drawn token
     prefill: list[tuple[float, float]] = field(default_factory=list)  # (context, of a request)
     vision: list[tuple[float, float]] = field(default_factory=list)  # (visual tokens, of a request)
 
@@ -94,6 +95,7 @@ def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Pr
         tried,
         _unions(engine, grid),
         spread=(1 / (1 + full.residual[1]), 1 + full.residual[1]),
+        noise=max(0.0, statistics.median(found.noise)),
     )
 
 
@@ -195,8 +197,19 @@ def _cell(
     found.prefill += [(float(row.prompt), row.prefill_s) for row in seated]
     found.vision += [(float(row.visual), row.vision_s) for row in seated]
     known = cell.seat(PLAIN).prefill_s  # with prefixes that are there, and nothing selected
+    found.noise.append(_noise(cell, grid))
     for draft in grid.drafts:
         _draft(cell, grid, draft, known, found)
+
+
+def _noise(cell: _Cell, grid: Grid) -> float:
+    """What a row's dense step takes longer where its token is drawn."""
+    pairs = [cell.seat(PLAIN), cell.seat(PLAIN, drawn=True)]
+    for _ in range(WARM + grid.pairs):
+        for pair in pairs:
+            pair.once(grid.tokens)
+    greedy, drawn = (statistics.median(pair.dense.verify) for pair in pairs)
+    return (drawn - greedy) / cell.rows
 
 
 def _draft(cell: _Cell, grid: Grid, draft: Draft, known: float, found: _Found) -> None:

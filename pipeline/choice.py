@@ -121,7 +121,7 @@ def _pace(chosen: Candidate, mix: Mix, profile: Profile, history: History, setti
     yields = {gamma: [chances.tokens(gamma) for chances in levels] for gamma in (0, *(t.draft.gamma for t in ways))}
 
     def fastest(rows: int) -> tuple[int, ...]:
-        step = Steps(profile, mix, rows, grown)
+        step = Steps(profile, mix, rows, grown, setting.drawn)
         times = {t.draft.gamma: step.round(t, setting.strict)[0] * drafted for t in ways}
         if gate:
             times = {0: step.round(None, setting.strict)[0] * dense} | times
@@ -143,7 +143,7 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
         rounds += count * length / chances.tokens(gamma)
         rate += count * chances.rate(gamma)
     written = _written(mix, profile, history, setting)
-    step = Steps(profile, mix, min(slots, mix.count), written / mix.count / 2)
+    step = Steps(profile, mix, min(slots, mix.count), written / mix.count / 2, setting.drawn)
     round_s, read = step.round(tried, setting.strict)
     plain_s, plain = step.round(None, setting.strict)
     once = tried.once[0] + tried.once[1] * mix.context if tried else 0.0
@@ -186,21 +186,26 @@ def _expected(tried: Tried, mix: Mix, history: History, setting: Setting) -> Cha
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of a batch of a wave's mean requests, whose rows have written `grown` tokens."""
+    """Steps of a batch of a wave's mean requests, whose rows have written `grown` tokens; `drawn`: with noise, which
+    each token's scores take time for, those of a lookup excepted."""
 
     profile: Profile
     mix: Mix
     rows: int
     grown: float
+    drawn: bool = False
 
     def round(self, tried: Tried | None, strict: int = 0) -> tuple[float, float]:
         """Seconds and bytes of γ draft steps and the verification of γ + 1 tokens; of a dense step without a draft."""
         gamma = tried.draft.gamma if tried else 0
         width = max(gamma + 1, strict)
         verify_s, read = self._step(self.profile.full, self._full_bytes(), width, self._looked_at())
+        noise_s = self.rows * self.profile.noise if self.drawn else 0.0
+        verify_s += (gamma + 1) * noise_s
         if tried is None:
             return verify_s, read
         drafted_s, drafted = self._draft(tried)
+        drafted_s += noise_s if tried.draft.policy != "ngram" else 0.0
         return gamma * drafted_s + verify_s, gamma * drafted + read
 
     def _step(self, cost: Cost, read: float, width: int, entries: float) -> tuple[float, float]:

@@ -139,6 +139,7 @@ class Profile:
         full: of the full model's steps, dense (one token a row) and verifications.
         prefill: seconds of a prompt, of each token, of each token squared.
         vision: seconds of a visual token.
+        noise: seconds that a token takes longer which is drawn, not greedy.
         drafts: that may be chosen; without any there is nothing to choose.
         union: (kept share of the channels, rows, u_B), as measured.
         lengths: (kind of prompt, tokens written), as measured.
@@ -157,6 +158,7 @@ class Profile:
     union: tuple[tuple[float, int, float], ...] = ()
     lengths: tuple[tuple[str, float], ...] = ()
     spread: tuple[float, float] = (1.0, 1.0)
+    noise: float = 0.0
     measured: bool = True
     version: int = VERSION
 

@@ -54,7 +54,7 @@ def test_a_profile_holds_every_draft_and_cost(calibrated: Path) -> None:
         assert tried.cost.seconds(1e-4, 1, 100) > 0
     assert profile.full.seconds(1e-4, 8, 1000) > 0 and profile.prefill_s(100) > 0 and profile.vision > 0
     assert {rows for _, rows, _ in profile.union} == {1, 2, 4, 8}
-    assert profile.spread[0] <= 1 <= profile.spread[1]
+    assert profile.spread[0] <= 1 <= profile.spread[1] and profile.noise >= 0
 
 
 def test_a_plan_weighs_the_drafts_of_a_profile(

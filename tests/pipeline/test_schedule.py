@@ -316,6 +316,14 @@ def test_a_single_row_shares_its_prefix_with_nobody() -> None:
 # ---------------------------------------------------------------------------------------------- γ within a wave
 
 
+def test_noise_takes_time_for_every_token_that_is_drawn() -> None:
+    profile, some = replace(PROFILE, noise=1e-3), mix([4000] * 8, Setting())
+    lookup = Tried(Draft("ngram", gamma=5), FLAT, (0.0, 0.0), GOOD)
+    for tried, tokens in ((None, 1), (replace(STD, draft=Draft("std", gamma=5)), 11), (lookup, 6)):
+        greedy, drawn = (Steps(profile, some, 8, 0.0, drawn).round(tried)[0] for drawn in (False, True))
+        assert drawn - greedy == pytest.approx(8 * tokens * 1e-3)
+
+
 def paced(some: Mix, profile: Profile, setting: Setting, history: History | None = None, turn: int = 0) -> Candidate:
     """The chosen way, which drafts."""
     chosen = choose(some, profile, history or History(), setting, turn)[0]

@@ -38,7 +38,7 @@ with cluster(job):
             page = urllib.request.urlopen(address, timeout=10).read().decode()
         except OSError:
             pass  # the node's agent is not up yet
-    print(json.dumps([summary, page]))
+    print(json.dumps([summary, page, sorted({"torch", "transformers"} & sys.modules.keys())]))
 """
 
 
@@ -65,7 +65,8 @@ def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) ->
     command = [sys.executable, "-c", JOB, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    summary, page = json.loads(done.stdout.splitlines()[-1])
+    summary, page, loaded = json.loads(done.stdout.splitlines()[-1])
+    assert loaded == []  # a driver needs neither
     seen, rows = scrape(page), read(str(output)).to_pylist()
     good = [row for row in rows if row["status"] != "error"]
     assert seen[("requests_done_total",)] == len(good) == 3

@@ -24,6 +24,7 @@ def probed(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
 
 def _probe(uri: str) -> VideoInfo | RequestError:
     worker = take_worker()
+    # as if it were remote: the worker then has storage loaded, once for all its attempts
     job = Job(uri, remote=True, times=(), start=0.0, fps=1.0, height=0, width=0, frame_bytes=0, size_bytes=0)
     outcome = worker.run(TRIED, job, MEMORY, SECONDS, float(SECONDS))
     give_worker(worker)

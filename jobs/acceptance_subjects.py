@@ -21,8 +21,10 @@ import reference
 import tiny_models
 from pipeline.config import model_path
 from pipeline.types import UsageError
+from std_core.cache import Cache
 from std_core.checkpoint import Checkpoint, Inputs
 from std_core.engine import Engine
+from std_core.prefill import Prefix
 from std_core.types import Request, Sampling
 
 SIDE = 112  # pixels, of the clips' frames
@@ -105,6 +107,25 @@ def subject(
 def captions_of(whole: Subject) -> Subject:
     """Without the questions."""
     return Subject([r for r in whole.requests if not is_question(r.request_id)], whole.inputs, whole.following)
+
+
+def of_kind(whole: Subject, kind: str) -> list[Request]:
+    """Captions or questions; of a text model all, which are both."""
+    asked = [r for r in whole.requests if is_question(r.request_id) == (kind == "question")]
+    return asked or whole.requests
+
+
+def cut(requests: Sequence[Request], tokens: int) -> list[Request]:
+    """The same requests, of so many tokens: of prose exactly, of a clip at most."""
+    return [
+        replace(r, sampling=replace(r.sampling, max_tokens=tokens, min_tokens=min(tokens, r.sampling.min_tokens)))
+        for r in requests
+    ]
+
+
+def prefix_store(engine: Engine, count: int) -> tuple[Cache, list[Prefix]]:
+    """Room for the prefixes of so many texts or clips, for engines of any number of slots."""
+    return engine.model.new_cache(count), [Prefix() for _ in range(count)]
 
 
 def drawn(requests: Sequence[Request], temperature: float = 1.0) -> list[Request]:

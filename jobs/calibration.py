@@ -3,10 +3,11 @@ decode in turn; from them the few numbers of a profile."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from acceptance_subjects import Subject
 from decode_pairs import Clock, Pair, read_bandwidth
 from pipeline.config import Job, draft_of, model_path
 from pipeline.types import UsageError
-from std_core.account import Account
+from std_core.account import Account, judged
 from std_core.checkpoint import Checkpoint
 from std_core.devices import device_at_hand
 from std_core.engine import Engine
@@ -30,20 +31,23 @@ WIDTHS = (3, 9)  # tokens a row, of verifications that are timed apart
 GIGABYTES = {"cpu": 2.0, "cuda": 8.0}  # that the bandwidth is measured over
 SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices of which the peak is taken
 SIZES = (1, 2, 4, 8)  # batches whose u_B is measured
+LONG = 4  # answers that a caption is as long as
 WARM = 1  # pairs of segments before those that count
 PLAIN = Draft("full", gamma=1)  # seats rows and selects nothing
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured. tokens: of a segment, per row; pairs: of segments in each cell; retrieval: whether drafts are
-    tried without verification too."""
+    """What is measured. tokens: of a segment, per row, and of an answer, of which a caption has `LONG` times as many;
+    pairs: of segments in each cell; texts: of each context, at the least; retrieval: whether drafts are tried without
+    verification too."""
 
     contexts: list[int]
     rows: list[int]
     drafts: list[Draft]
     tokens: int = 24
     pairs: int = 3
+    texts: int = 8
     retrieval: bool = False
 
 
@@ -73,12 +77,17 @@ def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Pr
         engine = subjects.engine_of(model, Path(folder), threads, dtype=dtype, device=device)
     here = measured_device(device, dtype)
     found, account = _Found(), engine.checkpoint.account(dtype)
-    room = (grid.pairs + WARM) * (grid.tokens + max(d.gamma for d in grid.drafts) + 1) + 2
+    room = (grid.pairs + WARM) * (2 * grid.tokens + max(d.gamma for d in grid.drafts) + 1) + 2  # some write more
     if max(grid.contexts) + room > engine.checkpoint.max_model_len:
         raise UsageError(f"--contexts {max(grid.contexts)} is beyond the model's window")
     for context in grid.contexts:
+        count = max(grid.texts, *grid.rows)
+        asked = subjects.subject(engine.checkpoint, context, range(count), room, step=0, scenes=(12,))
+        known = replace(engine, prefixes=subjects.prefix_store(engine, count))
+        _prompts(known, asked, found)
         for rows in grid.rows:
-            _cell(replace(engine, max_num_seqs=rows, prefixes=None), grid, room, context, rows, account, here, found)
+            _cell(replace(known, max_num_seqs=rows), grid, asked, account, here, found)
+        _accepted(replace(known, max_num_seqs=max(grid.rows)), grid, asked, found)
         if grid.retrieval:
             for draft, one in retrieval.measured(engine, [d for d in grid.drafts if d.stands_alone], context).items():
                 found.retrieved.setdefault(draft, []).append(one)
@@ -176,7 +185,7 @@ class _Cell:
 
     def seat(self, draft: Draft, drawn: bool = False) -> Pair:
         asked = subjects.drawn(self.asked.requests) if drawn else self.asked.requests
-        return Pair(self.engine, asked, self.asked.prepare, draft, each=True)
+        return Pair(self.engine, asked, self.asked.prepare, draft)
 
     def step(self, read: float, width: int, entries: float, seconds: float) -> Step:
         """
@@ -186,17 +195,20 @@ class _Cell:
         return Step(read / self.bandwidth, self.rows * width, entries * width, seconds)
 
 
-def _cell(
-    engine: Engine, grid: Grid, room: int, context: int, rows: int, account: Account, here: Device, found: _Found
-) -> None:
-    asked = subjects.subject(engine.checkpoint, context, range(rows), room, step=0, scenes=(12,))
-    asked = subjects.captions_of(asked)
+def _prompts(engine: Engine, asked: Subject, found: _Found) -> None:
+    """Every text or clip, seen and prefilled once for all that follows."""
+    for request in subjects.of_kind(asked, "caption"):
+        (row,) = Pair(replace(engine, max_num_seqs=1), [request], asked.prepare, PLAIN).batch.rows
+        assert row is not None
+        found.prefill.append((float(row.prompt), row.prefill_s))
+        found.vision.append((float(row.visual), row.vision_s))
+
+
+def _cell(engine: Engine, grid: Grid, whole: Subject, account: Account, here: Device, found: _Found) -> None:
+    asked = replace(whole, requests=subjects.of_kind(whole, "caption")[: engine.max_num_seqs])
     length = statistics.fmean(asked.prepare(r).ids.shape[1] for r in asked.requests)
     cell = _Cell(engine, asked, length, account, here.bandwidth)
-    seated = [row for row in cell.seat(PLAIN).batch.rows if row is not None]
-    found.prefill += [(float(row.prompt), row.prefill_s) for row in seated]
-    found.vision += [(float(row.visual), row.vision_s) for row in seated]
-    known = cell.seat(PLAIN).prefill_s  # with prefixes that are there, and nothing selected
+    known = cell.seat(PLAIN).prefill_s  # nothing is selected
     found.noise.append(_noise(cell, grid))
     for draft in grid.drafts:
         _draft(cell, grid, draft, known, found)
@@ -213,7 +225,7 @@ def _noise(cell: _Cell, grid: Grid) -> float:
 
 
 def _draft(cell: _Cell, grid: Grid, draft: Draft, known: float, found: _Found) -> None:
-    """A draft's steps, its one-time costs and what of it is accepted; the dense steps that are timed beside it."""
+    """A draft's steps, its one-time costs, and the dense steps that are timed beside it."""
     if draft not in found.once:
         cell.seat(draft)  # packs weights and settles thresholds, which is done once for all
     pair = cell.seat(draft)
@@ -224,17 +236,17 @@ def _draft(cell: _Cell, grid: Grid, draft: Draft, known: float, found: _Found) -
         pair.once(grid.tokens)
     found.full += _full_steps(cell, pair)
     found.steps.setdefault(draft, []).append(_draft_step(cell, pair))
-    drawn = cell.seat(draft, drawn=True)
-    for _ in range(WARM + grid.pairs):
-        drawn.drafts(grid.tokens)
-    found.acceptance.setdefault(draft, []).extend(_accepted(cell, one, one is drawn) for one in (pair, drawn))
 
 
-def _accepted(cell: _Cell, pair: Pair, drawn: bool) -> Accepted:
-    taken = [kept - 1 for kept in pair.drafted.kept if kept > 0]
-    places = range(pair.policy.gamma)
-    accepted, refused = tuple(sum(t > i for t in taken) for i in places), tuple(map(taken.count, places))
-    return Accepted(round(cell.context), "caption", accepted, refused, drawn)
+def _accepted(engine: Engine, grid: Grid, asked: Subject, found: _Found) -> None:
+    """What is accepted of each draft of every text, each as long as its kind is."""
+    for kind, tokens in (("caption", LONG * grid.tokens), ("question", grid.tokens)):
+        requests = subjects.cut(subjects.of_kind(asked, kind), tokens)
+        context = round(statistics.fmean(asked.prepare(r).ids.shape[1] for r in requests))
+        for draft, drawn in itertools.product(grid.drafts, (False, True)):
+            put = subjects.drawn(requests) if drawn else requests
+            counts = judged(list(engine.run(put, draft, asked.prepare)))
+            found.acceptance.setdefault(draft, []).append(Accepted(context, kind, *counts, drawn))
 
 
 def _full_steps(cell: _Cell, pair: Pair) -> list[Step]:
@@ -275,22 +287,7 @@ def _tried(draft: Draft, found: _Found, pair: Account | None) -> Tried:
     if max(seconds) > 0:
         once = (0.0, sum(seconds) / sum(contexts))
     retrieved = tuple(found.retrieved.get(draft, ()))
-    return Tried(draft, Cost.fit(found.steps[draft]), once, tuple(_merged(found.acceptance[draft])), pair, retrieved)
-
-
-def _merged(seen: Sequence[Accepted]) -> list[Accepted]:
-    """One of each context and way of choosing tokens."""
-    groups: dict[tuple[bool, int], list[Accepted]] = {}
-    for one in seen:
-        groups.setdefault((one.drawn, one.context), []).append(one)
-
-    def total(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-        return tuple(map(sum, zip(*counts, strict=True)))
-
-    return [
-        Accepted(context, "caption", total(a.accepted for a in group), total(a.refused for a in group), drawn)
-        for (drawn, context), group in sorted(groups.items())
-    ]
+    return Tried(draft, Cost.fit(found.steps[draft]), once, tuple(found.acceptance[draft]), pair, retrieved)
 
 
 def _prefill(seen: Sequence[tuple[float, float]]) -> tuple[float, float, float]:

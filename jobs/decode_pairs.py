@@ -34,12 +34,7 @@ class Clock:
 
 
 class Pair:
-    """Seated rows that decode densely and with a draft in turn, from the same state each time.
-
-    Args:
-        each: a segment ends when each row has written its tokens, as in a wave, where those that are done earlier wait;
-            else when all together have, of which rows that are easy to draft for write more.
-    """
+    """Seated rows that decode densely and with a draft in turn, from the same state each time."""
 
     def __init__(
         self,
@@ -47,9 +42,8 @@ class Pair:
         requests: Sequence[Request],
         prepare: Callable[[Request], Inputs],
         policy: Draft,
-        each: bool = False,
     ):
-        self.policy, self.each = policy, each
+        self.policy = policy
         self.batch = Batch(engine, policy, prepare)
         self.prefill_s = self.batch.seat(requests)
         self.slots, self.model = self.batch.slots, engine.model
@@ -70,11 +64,6 @@ class Pair:
             self.written[row] += one
             if any(a != b for a, b in zip(one, other, strict=False)):
                 self.diverged.add(row)
-
-    def drafts(self, tokens: int) -> None:
-        """A segment of the draft alone."""
-        for row, one in enumerate(self._segment(tokens, self.drafting, self.policy.gamma, self.drafted)):
-            self.written[row] += one
 
     def from_the_start(self, strict: int, tokens: int) -> Written:
         """What the dense loop writes with every step padded to `strict` tokens, from the first state on."""
@@ -97,7 +86,7 @@ class Pair:
         return written
 
     def _segment(self, tokens: int, drafting: Callable[[Slots, int], Drafted], gamma: int, clock: Clock) -> Written:
-        """Rounds until a row has `tokens` tokens more, on average or each of them, or one may not go on."""
+        """Rounds until a row has `tokens` tokens more on average, or one may not go on."""
         written: Written = [[] for _ in self.written]
         ends = [0.0]
 
@@ -109,23 +98,15 @@ class Pair:
                 clock.draft.append((ends[0] - began) / gamma)
             return drafted
 
-        everyone = self.slots.active
         began = time.perf_counter()
-        while self._goes_on(written, tokens) and bool((self.slots.left > 0).all()):
-            if self.each:
-                self.slots.active = torch.tensor([len(row) < tokens for row in written], device=everyone.device)
+        while sum(map(len, written)) < tokens * len(written) and bool((self.slots.left > 0).all()):
             done = decode_round(self.model, self.slots, timed, gamma)
             for row, new, kept in zip(written, done.tokens.tolist(), done.kept.tolist(), strict=True):
                 row += new[:kept]
                 clock.kept.append(kept)
             clock.verify.append(time.perf_counter() - ends[0])
         clock.per_token.append((time.perf_counter() - began) * len(written) / max(1, sum(map(len, written))))
-        self.slots.active = everyone
         return written
-
-    def _goes_on(self, written: Written, tokens: int) -> bool:
-        counts = [len(row) for row in written]
-        return min(counts) < tokens if self.each else sum(counts) < tokens * len(counts)
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:

@@ -137,10 +137,11 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
     if not slots:
         return None
     gamma = draft.gamma if draft else 0
-    rounds = rate = 0.0  # of all requests
+    rounds = plain_rounds = rate = 0.0  # of all requests
     for kind, count in mix.kinds:
         length, chances = expected_length(kind, profile, history, setting), _chances(tried, mix, kind, history, setting)
-        rounds += count * length / chances.tokens(gamma)
+        rounds += count * chances.rounds(length - 1, gamma)  # the first token comes with the prefill
+        plain_rounds += count * NONE.rounds(length - 1, 0)
         rate += count * chances.rate(gamma)
     written = _written(mix, profile, history, setting)
     step = Steps(profile, mix, min(slots, mix.count), written / mix.count / 2, setting.drawn)
@@ -151,8 +152,8 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
         draft,
         slots,
         acceptance=rate / mix.count,
-        bytes=rounds / written * read / step.rows,
-        bound=written * plain / (rounds * read),
+        bytes=rounds / plain_rounds * read / step.rows,
+        bound=plain_rounds * plain / (rounds * read),
         seconds=rounds / mix.count * round_s / step.rows * history.speed(draft) + once,
         round_s=round_s / step.rows,
         token_s=(round_s - plain_s) / gamma / step.rows if gamma else 0.0,

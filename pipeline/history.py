@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pipeline.types import Wave
-from std_core.account import Chances, chances
+from std_core.account import Chances, chances, judged
 from std_core.types import Draft, Result
 
 ROUNDS = 3  # of decoding, below which a wave says nothing about its draft
@@ -60,7 +60,7 @@ class History:
             lengths = _with(lengths, (kind,), statistics.fmean(len(r.token_ids) for r in some))
             # dense rounds of a wave that drafts judge nothing
             if wave.draft is not None and min(_rounds(some), _judged(some)) >= ROUNDS:
-                accepts = _with(accepts, (draft_key(wave.draft), kind), chances_of(some))
+                accepts = _with(accepts, (draft_key(wave.draft), kind), chances(*judged(some)))
         expected, spent = sum(_foretold(r, wave) for r in good), sum(r.decode_s for r in good)
         if _rounds(good) >= ROUNDS and expected > 0 and spent > 0:
             speeds = _with(speeds, (draft_key(wave.draft),), spent / expected)
@@ -91,15 +91,6 @@ class History:
     def exploration(self, turn: int) -> int:
         """Which of them: each in turn."""
         return turn // EVERY
-
-
-def chances_of(results: Sequence[Result]) -> Chances:
-    """Of what rows drafted. A row's last round may have been cut by its end, which is no refusal."""
-    places = range(max(len(r.accept_counts) for r in results) - 1)
-    accepted = [sum(sum(r.accept_counts[place + 1 :]) for r in results) for place in places]
-    refused = [sum(sum(r.refuse_counts[place : place + 1]) for r in results) for place in places]
-    judged = max((place + 1 for place in places if accepted[place] + refused[place]), default=0)
-    return chances(accepted[:judged], refused[:judged])
 
 
 def _rounds(results: Sequence[Result]) -> int:

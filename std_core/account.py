@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from std_core.types import Draft
+from std_core.types import Draft, Result
 
 BITS = {"int8": 8.0, "int4": 4.0}
 SCALE_BITS = {"int8": 0.0, "int4": 1.0}  # 4 bits have a scale of 2 × 16 bits per 32 weights
@@ -195,13 +195,24 @@ class Chances:
 
     def tokens(self, gamma: int) -> float:
         """Expected tokens of a round of γ, the full model's own included."""
-        reached = [math.prod(map(self.at, range(place))) for place in range(gamma + 1)]
-        return sum(reached)
+        return sum(self._reached(gamma))
+
+    def rounds(self, tokens: float, gamma: int) -> float:
+        """Expected rounds of γ until so many tokens are written: a text does not end where a round does, so the last
+        one writes some in vain. Of a renewal process, far from its start; at least one."""
+        reached = self._reached(gamma)
+        each = sum(reached)
+        vain = sum(place * reach for place, reach in enumerate(reached)) / each
+        return max(1.0, (tokens + vain) / each)
 
     def rate(self, gamma: int) -> float:
         """a of a round of γ: accepted tokens over those that were judged."""
         accepted, refused = self.tokens(gamma) - 1, 1 - math.prod(map(self.at, range(gamma)))
         return accepted / (accepted + refused) if accepted + refused else 0.0
+
+    def _reached(self, gamma: int) -> list[float]:
+        """How likely a round writes more than 0, 1, … γ tokens."""
+        return [math.prod(map(self.at, range(place))) for place in range(gamma + 1)]
 
     def moved(self, first: float) -> Chances:
         """With another chance at the first place, and those behind it moved by the same odds."""
@@ -209,13 +220,23 @@ class Chances:
         return Chances(tuple(p * odds / (p * odds + 1 - p) for p in self.by_place))
 
 
-def chances(accepted: Sequence[int], refused: Sequence[int]) -> Chances:
+def chances(accepted: Sequence[float], refused: Sequence[float]) -> Chances:
     """By how often the token at each place was accepted, and refused where all before it were accepted; never 0 or 1.
     A place with few cases is taken to be like the one before it."""
     found: list[float] = []
     for yes, no in zip(accepted, refused, strict=True):
         found.append((yes + (found[-1] if found else 0.5)) / (yes + no + 1))
     return Chances(tuple(found) or (0.5,))
+
+
+def judged(results: Sequence[Result]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How often what rows drafted was accepted at each place, and refused there, as `chances` takes them. A row's last
+    round may have been cut by its end, which is no refusal."""
+    places = range(max((len(r.accept_counts) for r in results), default=1) - 1)
+    accepted = [sum(sum(r.accept_counts[place + 1 :]) for r in results) for place in places]
+    refused = [sum(sum(r.refuse_counts[place : place + 1]) for r in results) for place in places]
+    reached = max((place + 1 for place in places if accepted[place] + refused[place]), default=0)
+    return tuple(accepted[:reached]), tuple(refused[:reached])
 
 
 def speedup(tokens: float, gamma: int, draft: float, verify: float, dense: float) -> float:

@@ -2,14 +2,17 @@
 greedy or drawn) the dense loop, every fixed setting and the scheduler's choice, in turn, in one process. JSON comes
 last.
 
-A cell's time is that of one wave that fills the slots once: what a draft costs once per row, and its loop, until each
-row has its tokens. The oracle is chosen on every second segment and timed, as all others are, on the rest. Where no
-setting is far from the best of each cell, or few are ever the best, there is nothing to choose and the suite says so.
-Calibration runs in a process of its own, at contexts that are none of the cells'.
+A cell is a wave as a run has it: more requests than slots, which are filled again as rows finish, through the engine;
+the scheduler's with the pace that goes with it. Its time is that of all rounds, and what a draft costs once per row;
+vision and prefill, which are the same whatever drafts, are done before. The oracle is chosen on every second turn and
+timed, as all others are, on the rest. Where no setting is far from the best of each cell, or few are ever the best,
+there is nothing to choose and the suite says so. Calibration runs in a process of its own, at contexts that are none
+of the cells'.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -29,8 +32,8 @@ from rich.table import Table
 import acceptance_subjects as subjects
 import calibration
 from acceptance_subjects import Subject
-from decode_pairs import Clock, Pair, ratio
-from pipeline.choice import choose
+from decode_pairs import ratio
+from pipeline.choice import USUAL, choose
 from pipeline.config import parse_flags
 from pipeline.dryrun import name_of
 from pipeline.history import History
@@ -40,7 +43,7 @@ from pipeline.types import Candidate, UsageError
 from std_core.engine import Engine
 from std_core.memory import Load
 from std_core.profile import Profile
-from std_core.types import Draft
+from std_core.types import Draft, Request, Result
 
 WINNERS, HEADROOM = 3, 1.08  # below which a mix tells nothing
 CELLS = 12
@@ -59,34 +62,33 @@ class Flags:
     answers: str = "16,160"  # their tokens; with a `d` behind them such as are drawn at temperature 1
     drafts: str = "std,int8,int4,ngram"
     gammas: str = "2,5"  # of the fixed settings
-    tokens: int = 16  # of a segment
-    pairs: int = 8
-    texts: int = 4  # that a cell is timed on, at the least: how much is accepted differs from one to another
+    turns: int = 4  # of all settings in a cell
+    texts: int = 8  # of a cell, at the least: how much is accepted differs from one to another
+    fills: int = 3  # requests of a cell for each slot, at the least
     threads: int = 2
     profile: str = ""  # calibrated here if not given
 
 
 @dataclass
 class Timed:
-    """A setting in a cell, in seconds: once per row, and per token of every segment, dense and drafted in turn."""
+    """A setting's waves in a cell, turn by turn, in seconds: all rounds, and each request's way into its slot."""
 
-    once: float = 0.0
-    dense: list[float] = field(default_factory=list)
-    drafted: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)
+    arrivals: list[list[float]] = field(default_factory=list)
 
-    @classmethod
-    def mean(cls, each: Sequence[Timed]) -> Timed:
-        """Of several batches, segment by segment."""
-        dense, drafted = (
-            [statistics.fmean(x) for x in zip(*lists, strict=True)]
-            for lists in ([t.dense for t in each], [t.drafted for t in each])
-        )
-        return cls(statistics.fmean(t.once for t in each), dense, drafted)
+    def add(self, results: Sequence[Result]) -> None:
+        self.rounds.append(sum(r.decode_s for r in results))
+        self.arrivals.append([r.prefill_s for r in results])
+
+    @property
+    def once(self) -> float:
+        """Seconds of a request on its way, median."""
+        return statistics.median(itertools.chain.from_iterable(self.arrivals))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Its tokens, and whether they are drawn, not greedy."""
+    """Its tokens at most, and whether they are drawn, not greedy."""
 
     length: int
     drawn: bool = False
@@ -94,28 +96,37 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cell:
-    """What was timed, and what the scheduler had said."""
+    """What was timed, and what the scheduler had said.
+
+    Args:
+        count: requests.
+        plan: waves of the scheduler's choice; those of the dense loop where that is it.
+    """
 
     context: int
     rows: int
     answer: Answer
+    count: int
     times: dict[Draft | None, Timed]
     ways: tuple[Candidate, ...]
+    plan: Timed
 
-    def seconds(self, draft: Draft | None, turn: int) -> float:
-        """Of a wave, by the segments of one parity."""
-        if draft is None:
-            return statistics.median(x for t in self.times.values() for x in t.dense[turn::2]) * self.answer.length
-        timed = self.times[draft]
-        return timed.once * self.rows + statistics.median(timed.drafted[turn::2]) * self.answer.length
+    def seconds(self, timed: Timed, turn: int) -> float:
+        """Of a wave, by the turns of one parity."""
+        return statistics.median(timed.rounds[turn::2]) + self.once(timed)
 
-    def speedup(self, draft: Draft | None) -> tuple[float, float]:
-        """Over the dense loop beside it, one-time costs included: median and 95% lower bound."""
-        if draft is None:
+    def fixed(self, draft: Draft | None, turn: int) -> float:
+        return self.seconds(self.times[draft], turn)
+
+    def once(self, timed: Timed) -> float:
+        """Of all requests, beyond what it is without a draft."""
+        return self.count * max(0.0, timed.once - self.times[None].once)
+
+    def speedup(self) -> tuple[float, float]:
+        """Of the scheduler's choice over the dense loop, one-time costs included: median and 95% lower bound."""
+        if self.ways[0].draft is None:
             return 1.0, 1.0
-        timed = self.times[draft]
-        added = timed.once * self.rows / self.answer.length
-        return ratio(timed.dense, [seconds + added for seconds in timed.drafted])
+        return ratio(self.times[None].rounds, [seconds + self.once(self.plan) for seconds in self.plan.rounds])
 
 
 def run(argv: list[str]) -> dict[str, Any]:
@@ -123,8 +134,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite schedule")
     contexts, rows = (calibration.numbers(name, getattr(flags, name)) for name in ("contexts", "rows"))
     answers, gammas = _answers(flags.answers), calibration.numbers("gammas", flags.gammas)
-    if len(contexts) * len(rows) * len(answers) > CELLS or flags.pairs < 2:
-        raise UsageError(f"at most {CELLS} cells and at least 2 pairs are needed")
+    if len(contexts) * len(rows) * len(answers) > CELLS or flags.turns < 2:
+        raise UsageError(f"at most {CELLS} cells and at least 2 turns are needed")
     began, console = time.monotonic(), Console(stderr=True, width=160)
     torch.set_num_threads(flags.threads)
     profile = _profile(flags, contexts, rows)
@@ -133,8 +144,7 @@ def run(argv: list[str]) -> dict[str, Any]:
         engine = subjects.engine_of(flags.model, Path(folder), flags.threads, dtype=flags.dtype, device=flags.device)
     cells: list[Cell] = []
     for context in contexts:
-        for count in rows:
-            cells += _cells(replace(engine, max_num_seqs=count, prefixes=None), flags, context, answers, fixed, profile)
+        cells += _cells(engine, flags, context, rows, answers, fixed, profile)
     console.print(table(cells, fixed))
     return {"model": flags.model, **judged(cells, [None, *fixed]), "seconds": round(time.monotonic() - began, 1)}
 
@@ -169,55 +179,60 @@ def _profile(flags: Flags, contexts: Sequence[int], rows: Sequence[int]) -> Prof
 
 
 def _cells(
-    engine: Engine, flags: Flags, context: int, answers: Sequence[Answer], fixed: Sequence[Draft], profile: Profile
+    engine: Engine,
+    flags: Flags,
+    context: int,
+    rows: Sequence[int],
+    answers: Sequence[Answer],
+    fixed: Sequence[Draft],
+    profile: Profile,
 ) -> Iterator[Cell]:
-    """One batch and context, and every answer: the same segments serve all lengths."""
-    widest = max(draft.gamma for draft in fixed) + 12
-    room = (flags.pairs + 1) * (flags.tokens + widest) + 2
-    rows = engine.max_num_seqs
-    count = rows * -(-flags.texts // rows)
-    whole = subjects.captions_of(subjects.subject(engine.checkpoint, context, range(count), room, step=0, scenes=(12,)))
-    batches = [replace(whole, requests=whole.requests[at : at + rows]) for at in range(0, count, rows)]
-    inputs = [whole.prepare(request) for request in whole.requests]
-    prompt, visual = (
-        statistics.fmean(len(x) for x in each) for each in ([i.ids[0] for i in inputs], [i.selectable for i in inputs])
-    )
-    for drawn in sorted({answer.drawn for answer in answers}):
-        ways = {one: _ways(rows, prompt, visual, one, profile) for one in answers if one.drawn == drawn}
-        chosen = (found[0].draft for found in ways.values())
-        drafts = list(dict.fromkeys([*fixed, *(draft for draft in chosen if draft)]))
-        asked = [replace(one, requests=subjects.drawn(one.requests)) for one in batches] if drawn else batches
-        each = [_times(engine, one, drafts, flags) for one in asked]
-        times = {draft: Timed.mean([times[draft] for times in each]) for draft in each[0]}
-        yield from (Cell(context, rows, one, times, found) for one, found in ways.items())
+    """Of one context, whose texts or clips are prefilled once for all."""
+    longest = max(answer.length for answer in answers)
+    texts = max(flags.texts, *rows)
+    whole = subjects.subject(engine.checkpoint, context, range(texts), longest, step=0, scenes=(12,))
+    known = replace(engine, max_num_seqs=1, prefixes=subjects.prefix_store(engine, texts))
+    for draft in (None, *fixed):  # sees and prefills all texts, packs weights
+        list(known.run(subjects.cut(subjects.of_kind(whole, "caption"), 2), draft, whole.prepare))
+    for count in rows:
+        for answer in answers:
+            yield _cell(replace(known, max_num_seqs=count), flags, context, answer, whole, fixed, profile)
 
 
-def _times(engine: Engine, asked: Subject, drafts: Sequence[Draft], flags: Flags) -> dict[Draft | None, Timed]:
-    """All drafts in turn, the dense loop beside each."""
-    Pair(engine, asked.requests, asked.prepare, calibration.PLAIN)  # sees and prefills what all share
-    known = Pair(engine, asked.requests, asked.prepare, calibration.PLAIN).prefill_s
-    pairs = {}
-    for draft in drafts:
-        Pair(engine, asked.requests, asked.prepare, draft)  # packs weights
-        pairs[draft] = Pair(engine, asked.requests, asked.prepare, draft, each=True)
-    for turn in range(flags.pairs + 1):
-        for pair in pairs.values():
-            if turn == 1:
-                pair.dense, pair.drafted = Clock(), Clock()
-            pair.once(flags.tokens)
-    rows = engine.max_num_seqs
-    return {
-        draft: Timed(max(0.0, pair.prefill_s - known) / rows, pair.dense.per_token, pair.drafted.per_token)
-        for draft, pair in pairs.items()
-    }
+def _cell(
+    engine: Engine, flags: Flags, context: int, answer: Answer, whole: Subject, fixed: Sequence[Draft], profile: Profile
+) -> Cell:
+    """All settings in turn; what the scheduler chooses is settled once it is known how long answers are."""
+    kind = "question" if answer.length <= USUAL["question"] else "caption"
+    asked = _asked(subjects.cut(subjects.of_kind(whole, kind), answer.length), engine.max_num_seqs, answer, flags)
+    times: dict[Draft | None, Timed] = {draft: Timed() for draft in (None, *fixed)}
+    dense = list(engine.run(asked, None, whole.prepare))
+    ways = _ways(engine.max_num_seqs, dense, kind, answer, profile)
+    chosen, plan = ways[0], times[None] if ways[0].draft is None else Timed()
+    for _ in range(flags.turns):
+        for draft, timed in times.items():
+            timed.add(list(engine.run(asked, draft, whole.prepare)))
+        if chosen.draft is not None:
+            paced = [chosen.pace, *asked]
+            plan.add(list(engine.run(paced, chosen.widest, whole.prepare)))
+    return Cell(context, engine.max_num_seqs, answer, len(asked), times, ways, plan)
 
 
-def _ways(rows: int, context: float, visual: float, answer: Answer, profile: Profile) -> tuple[Candidate, ...]:
+def _asked(requests: Sequence[Request], rows: int, answer: Answer, flags: Flags) -> list[Request]:
+    """Every text equally often, until each slot has been filled often enough."""
+    times = max(1, math.ceil(flags.fills * rows / len(requests)))
+    every = [*requests] * times
+    return subjects.drawn(every) if answer.drawn else every
+
+
+def _ways(rows: int, dense: Sequence[Result], kind: str, answer: Answer, profile: Profile) -> tuple[Candidate, ...]:
     """What the scheduler makes of a cell whose answers' lengths it knows."""
-    setting = Setting(rows, max_tokens=answer.length, draws="seeded" if answer.drawn else "greedy")
+    count, setting = len(dense), Setting(rows, max_tokens=answer.length, draws="seeded" if answer.drawn else "greedy")
+    visual = statistics.fmean(r.num_visual_tokens for r in dense)
+    context = visual + statistics.fmean(r.num_prompt_tokens for r in dense)
     longest = Load(round(context), round(visual), answer.length, draws=setting.draws)
-    mix = Mix(rows, context, visual, rows, longest, (("caption", rows),))
-    known = replace(profile, lengths=(("caption", float(answer.length)),))
+    mix = Mix(count, context, visual, count, longest, ((kind, count),))
+    known = replace(profile, lengths=((kind, statistics.fmean(len(r.token_ids) for r in dense)),))
     return choose(mix, known, History(), setting, 0)
 
 
@@ -226,11 +241,11 @@ def _ways(rows: int, context: float, visual: float, answer: Answer, profile: Pro
 
 def judged(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> dict[str, Any]:
     """Figures over all cells; `failed` says so where one setting is as good as any choice."""
-    oracle = [min(settings, key=lambda draft: cell.seconds(draft, 1)) for cell in cells]
-    best = {draft: sum(cell.seconds(draft, 0) / cell.rows for cell in cells) for draft in settings}
+    oracle = [min(settings, key=lambda draft: cell.fixed(draft, 1)) for cell in cells]
+    best = {draft: sum(cell.fixed(draft, 0) / cell.count for cell in cells) for draft in settings}
     fixed, least = min(best.items(), key=lambda item: item[1])
-    by_oracle = sum(cell.seconds(draft, 0) / cell.rows for cell, draft in zip(cells, oracle, strict=True))
-    by_plan = sum(cell.seconds(cell.ways[0].draft, 0) / cell.rows for cell in cells)
+    by_oracle = sum(cell.fixed(draft, 0) / cell.count for cell, draft in zip(cells, oracle, strict=True))
+    by_plan = sum(cell.seconds(cell.plan, 0) / cell.count for cell in cells)
     winners, headroom = len(set(oracle)), least / by_oracle
     return {
         "predicted_vs_measured": _errors(cells),
@@ -260,8 +275,8 @@ def _errors(cells: Sequence[Cell]) -> dict[str, float]:
     for cell in cells:
         for way in cell.ways:
             if way.draft is None or way is cell.ways[0]:
-                measured = cell.seconds(way.draft, 0)
-                found.append(abs(way.seconds * cell.rows - measured) / measured)
+                measured = cell.seconds(cell.plan if way is cell.ways[0] else cell.times[None], 0)
+                found.append(abs(way.seconds * cell.count - measured) / measured)
     found.sort()
     return {
         "median": round(statistics.median(found), 4),
@@ -270,18 +285,18 @@ def _errors(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def _row(cell: Cell, oracle: Draft | None) -> dict[str, Any]:
-    chosen = cell.ways[0].draft
-    median, low = cell.speedup(chosen)
+    median, low = cell.speedup()
     return {
         "context": cell.context,
         "rows": cell.rows,
         "length": cell.answer.length,
         "drawn": cell.answer.drawn,
-        "chosen": name_of(chosen),
+        "chosen": name_of(cell.ways[0].draft),
         "oracle": name_of(oracle),
-        "predicted_s": round(cell.ways[0].seconds * cell.rows, 4),
-        "measured_s": round(cell.seconds(chosen, 0), 4),
-        "dense_s": round(cell.seconds(None, 0), 4),
+        "requests": cell.count,
+        "predicted_s": round(cell.ways[0].seconds * cell.count, 4),
+        "measured_s": round(cell.seconds(cell.plan, 0), 4),
+        "dense_s": round(cell.fixed(None, 0), 4),
         "speedup": round(median, 3),
         "speedup_low": round(low, 3),
     }
@@ -291,9 +306,8 @@ def table(cells: Sequence[Cell], fixed: Sequence[Draft]) -> Table:
     """For people: seconds of each wave."""
     found = Table("context", "rows", "length", "dense", *map(name_of, fixed), "scheduler", title="seconds of a wave")
     for cell in cells:
-        chosen = cell.ways[0].draft
-        each = [f"{cell.seconds(draft, 0):.3f}" for draft in (None, *fixed)]
-        choice = f"{name_of(chosen)} {cell.seconds(chosen, 0):.3f}"
+        each = [f"{cell.fixed(draft, 0):.3f}" for draft in (None, *fixed)]
+        choice = f"{name_of(cell.ways[0].draft)} {cell.seconds(cell.plan, 0):.3f}"
         found.add_row(
             str(cell.context), str(cell.rows), f"{cell.answer.length}{' drawn' * cell.answer.drawn}", *each, choice
         )

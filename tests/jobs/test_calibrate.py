@@ -16,7 +16,7 @@ from pipeline.job import main
 from pipeline.profile import read_profile
 from pipeline.types import UsageError
 from std_core.devices import NAMED
-from std_core.profile import VERSION
+from std_core.profile import KINDS, VERSION
 
 SMALL = ["--contexts", "64,200", "--rows", "1,2", "--tokens", "3", "--pairs", "1", "--threads", "1", "--device", "cpu"]
 
@@ -49,8 +49,9 @@ def test_a_profile_holds_every_draft_and_cost(calibrated: Path) -> None:
         ("std", "full"), ("std", "int8"), ("ngram", "full"), ("full", "full"),
     ]  # fmt: skip
     for tried in profile.drafts:
-        assert [(a.drawn, a.context > 100) for a in tried.acceptance] == [(False, True)] * 2 + [(True, True)] * 2
-        assert all(len(a.accepted) == tried.draft.gamma and a.accepted[0] + a.refused[0] > 0 for a in tried.acceptance)
+        kinds = [(context, kind, drawn) for context in (0, 1) for kind in KINDS for drawn in (False, True)]
+        assert [(int(a.context > 250), a.kind, a.drawn) for a in tried.acceptance] == kinds
+        assert all(0 < len(a.accepted) <= tried.draft.gamma and a.refused[0] >= 0 for a in tried.acceptance)
         assert tried.cost.seconds(1e-4, 1, 100) > 0
     assert profile.full.seconds(1e-4, 8, 1000) > 0 and profile.prefill_s(100) > 0 and profile.vision > 0
     assert {rows for _, rows, _ in profile.union} == {1, 2, 4, 8}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import benchmark
@@ -23,38 +24,40 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = str(tmp_path_factory.mktemp("profile") / "profile.json")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(calibration.GIGABYTES, "cpu", 0.02)
-        grid = calibration.Grid([90, 180], [1, 2], calibration.presets("std,ngram"), 3, 1)
+        grid = calibration.Grid([90, 180], [1, 2], calibration.presets("std,ngram"), 3, 1, 2)
         write_profile(path, calibration.measure("llama", "cpu", "float32", grid, 1))
-    words = ["--model", "llama", "--contexts", "128", "--rows", "1,2", "--answers", "4,8d", "--drafts", "std,ngram"]
-    small = ["--gammas", "2", "--tokens", "3", "--pairs", "4", "--texts", "2", "--threads", "1", "--profile", path]
+    words = ["--model", "llama", "--contexts", "128", "--rows", "1,2", "--answers", "4,40d", "--drafts", "std,ngram"]
+    small = ["--gammas", "2", "--turns", "2", "--texts", "2", "--fills", "2", "--threads", "1", "--profile", path]
     return schedule.run([*words, *small])
 
 
 def test_every_cell_has_its_choice_and_its_times(figures: dict[str, Any]) -> None:
     assert [(c["context"], c["rows"], c["length"], c["drawn"]) for c in figures["cells"]] == [
-        (128, 1, 4, False), (128, 1, 8, True), (128, 2, 4, False), (128, 2, 8, True),
+        (128, 1, 4, False), (128, 1, 40, True), (128, 2, 4, False), (128, 2, 40, True),
     ]  # fmt: skip
+    assert [c["requests"] for c in figures["cells"]] == [2, 2, 4, 4]
     for cell in figures["cells"]:
         assert cell["measured_s"] > 0 and cell["predicted_s"] > 0 and cell["speedup_low"] <= cell["speedup"]
     assert figures["predicted_vs_measured"]["median"] <= figures["predicted_vs_measured"]["p90"]
     assert figures["scheduler_vs_oracle"] > 0 and figures["oracle_winners"] >= 1
 
 
+def timed(seconds: float, once: float = 0.0) -> Timed:
+    """Four waves of ten rows."""
+    return Timed([seconds] * 4, [[once] * 10] * 4)
+
+
 def cell(context: int, dense: float, small: float, large: float, chosen: Draft | None, predicted: float) -> Cell:
-    times: dict[Draft | None, Timed] = {
-        SMALL: Timed(0.0, [dense] * 4, [small] * 4),
-        LARGE: Timed(0.0, [dense] * 4, [large] * 4),
-    }
-    return Cell(
-        context, 1, Answer(10), times, (Candidate(chosen, 1, seconds=predicted), Candidate(None, 1, seconds=10 * dense))
-    )
+    times = {None: timed(dense, 0.1), SMALL: timed(small, 0.1), LARGE: timed(large, 0.1)}
+    ways = (Candidate(chosen, 1, seconds=predicted), Candidate(None, 1, seconds=dense / 10))
+    return Cell(context, 1, Answer(10), 10, times, ways, times[chosen])
 
 
 def test_known_figures_are_judged() -> None:
     cells = [
-        cell(1, 1.0, 2.0, 2.0, None, 10.0),
-        cell(2, 3.0, 1.0, 2.0, SMALL, 12.0),
-        cell(3, 3.0, 2.0, 1.0, SMALL, 20.0),
+        cell(1, 10.0, 20.0, 20.0, None, 1.0),
+        cell(2, 30.0, 10.0, 20.0, SMALL, 1.2),
+        cell(3, 30.0, 20.0, 10.0, SMALL, 2.0),
     ]
     found = judged(cells, [None, SMALL, LARGE])
     assert found["oracle_winners"] == 3 and found["failed"] is None
@@ -75,15 +78,11 @@ def test_a_suite_whose_figures_are_no_answer_fails(
     assert json.loads(told.out) and "uninformative" in told.err
 
 
-def test_batches_of_a_cell_count_alike() -> None:
-    found = Timed.mean([Timed(1.0, [2.0, 4.0], [1.0, 1.0]), Timed(3.0, [4.0, 2.0], [3.0, 5.0])])
-    assert found == Timed(2.0, [3.0, 3.0], [2.0, 3.0])
-
-
-def test_one_time_costs_count() -> None:
-    known = cell(1, 1.0, 0.5, 2.0, SMALL, 1.0)
-    known.times[SMALL].once = 5.0
-    assert known.seconds(SMALL, 0) == 10.0 and known.speedup(SMALL) == (1.0, 1.0)
+def test_what_a_draft_costs_a_request_counts() -> None:
+    known = replace(cell(1, 10.0, 5.0, 20.0, SMALL, 1.0), plan=timed(5.0, 0.6))
+    assert known.seconds(known.plan, 0) == 10.0 and known.speedup() == (1.0, 1.0)
+    quick = replace(known, plan=timed(5.0, 0.05))  # noise: nothing that drafts comes sooner
+    assert quick.seconds(quick.plan, 0) == 5.0
 
 
 def test_wrong_flags_are_named() -> None:

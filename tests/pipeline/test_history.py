@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from pipeline.choice import choose
-from pipeline.history import ROUNDS, History, chances_of, kind_of
+from pipeline.history import ROUNDS, History, kind_of
 from pipeline.setting import Mix, Setting
 from pipeline.types import Candidate, FramePlan, Item, Planned, RequestError, VideoInfo, Wave
-from std_core.account import Account, Chances
+from std_core.account import Account, Chances, chances, judged
 from std_core.profile import Accepted, Cost, Device, Profile, Tried
 from std_core.types import Draft, Result
 
@@ -44,15 +44,20 @@ def test_prompts_that_ask_are_questions() -> None:
     assert kind_of("How many? ") == "question" and kind_of("What you see: describe it.") == "caption"
 
 
+def seen(*results: Result) -> Chances:
+    return chances(*judged(results))
+
+
 def test_chances_are_of_each_place_in_a_round() -> None:
     """Of those rounds that came so far; a place is taken to be like the one before it, as if one more token said so."""
-    every = chances_of([result(0, (0, 0, 0, 0, 5))]).by_place
+    every = seen(result(0, (0, 0, 0, 0, 5))).by_place
     assert every[0] == pytest.approx(5.5 / 6) and every[1] == pytest.approx((5 + every[0]) / 6)
-    late = chances_of([result(0, (3, 0, 0, 0, 1)), result(1, (2, 0, 0, 0, 4))]).by_place
+    late = seen(result(0, (3, 0, 0, 0, 1)), result(1, (2, 0, 0, 0, 4))).by_place
     assert late[0] == pytest.approx(5.5 / 11) and late[3] > late[2] > late[1] > 0.9
-    cut = replace(result(0, (2, 1, 0, 0, 1)), refuse_counts=(2, 0, 0, 0, 0))  # a row's end is no refusal
-    assert chances_of([cut]).at(0) == pytest.approx(2.5 / 5) and chances_of([cut]).at(1) == pytest.approx(1.5 / 2)
-    assert chances_of([result(0, (7, 0))]) == chances_of([result(0, (7, 0, 0, 0))])  # whatever nobody came to
+    cut = seen(replace(result(0, (2, 1, 0, 0, 1)), refuse_counts=(2, 0, 0, 0, 0)))  # a row's end is no refusal
+    assert cut.at(0) == pytest.approx(2.5 / 5) and cut.at(1) == pytest.approx(1.5 / 2)
+    assert seen(result(0, (7, 0))) == seen(result(0, (7, 0, 0, 0)))  # whatever nobody came to
+    assert judged([]) == ((), ())
 
 
 def test_waves_are_remembered_by_their_median() -> None:
@@ -118,5 +123,5 @@ def test_what_was_seen_changes_the_choice() -> None:
     slow = History().observed(wave(DRAFT, "Describe."), [result(0, (0, 0, 0, 0, 9), decode_s=9)])
     slow = slow.observed(dense, [result(0, (9,), decode_s=0.9)])
     assert choose(some, profile, slow, setting, 0)[0].draft is None
-    both = History().observed(dense, [result(0, (9,), decode_s=9)])
+    both = History().observed(dense, [result(0, (127,), decode_s=127)])  # as long as is usual
     assert choose(some, profile, both, setting, 0)[0].gain == pytest.approx(before.gain, rel=0.01)

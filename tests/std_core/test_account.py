@@ -105,6 +105,19 @@ def test_chances_are_moved_by_the_same_odds_everywhere(seen: list[tuple[int, int
     assert 1 < found.tokens(gamma) < gamma + 1 and found.tokens(gamma) <= found.tokens(gamma + 1)
 
 
+@given(st.lists(st.floats(0.02, 0.98), min_size=1, max_size=6), st.integers(0, 8), st.integers(40, 80))
+def test_rounds_are_those_of_every_way_a_text_can_go(places: list[float], gamma: int, tokens: int) -> None:
+    """Counted out: a round writes k tokens and leaves the rest to others."""
+    found = Chances(tuple(places))
+    reached = [math.prod(map(found.at, range(place))) for place in range(gamma + 2)]
+    exactly = [reached[k - 1] - (reached[k] if k <= gamma else 0.0) for k in range(1, gamma + 2)]
+    needed = [0.0]
+    for left in range(1, tokens + 1):
+        needed.append(1 + sum(p * needed[max(0, left - k)] for k, p in enumerate(exactly, 1)))
+    assert found.rounds(tokens, gamma) == pytest.approx(needed[tokens], rel=0.05)
+    assert found.rounds(0.5, gamma) >= 1 and Chances((0.0,)).rounds(tokens, gamma) == tokens
+
+
 def test_what_is_looked_up_is_wrong_at_once_or_right_for_long() -> None:
     """Counts of a run: 201 of 347 rounds were refused at once, 58 accepted to the end; tokens per round of every γ are
     those of the run, which no single acceptance gives."""

@@ -102,10 +102,11 @@ def test_what_is_no_profile_is_refused(change: dict[str, object], why: str) -> N
         from_json([1])
 
 
-def test_acceptance_is_of_the_nearest_context_and_its_kind() -> None:
+def test_acceptance_is_of_what_was_measured_near_by_and_of_its_kind() -> None:
     std, pair = PROFILE.drafts
-    assert std.accepts(700, "caption").by_place == pytest.approx((9.5 / 11,))
-    assert std.accepts(5000, "caption").by_place == pytest.approx((6.5 / 11,))
+    assert std.accepts(512, "caption").by_place == pytest.approx((9.5 / 11,), rel=1e-3)  # the other is 4 octaves away
+    assert std.accepts(9000, "caption").by_place == pytest.approx((6.5 / 11,), rel=1e-3)
+    assert std.accepts(2048, "caption").by_place == pytest.approx((15.5 / 21,))  # between the two: both alike
     assert std.accepts(700, "question") == std.accepts(700, "caption")  # for want of its own
     assert std.accepts(700, "caption", drawn=True) == std.accepts(700, "caption")
     assert pair.accepts(1, "question", drawn=True).by_place == pytest.approx((0.5, 0.25))

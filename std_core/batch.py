@@ -1,6 +1,7 @@
 """The rows in the slots: requests enter, rounds move them on, results leave as rows finish.
 
-Between two rounds at most one chunk of one prompt is prefilled, so that no row waits long for another's arrival.
+A round costs nearly the same for few rows as for many, so free slots are filled before the next one wherever a request
+is at hand; that a row waits meanwhile is no loss to who asks for requests an hour.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Batch:
 
     def through(self, waiting: Iterator[Request | Pace | None]) -> Iterator[Result]:
         admission: Pieces | None = None
-        slot, more, filling = 0, True, True
+        slot, more = 0, True
         while more or admission or any(self.rows):
             late = False
             if admission is None and more and None in self.rows:
@@ -77,9 +78,8 @@ class Batch:
                 else:
                     self.rows[slot] = arrived
                     self._regroup()
-            # no row has been kept waiting yet: the first rounds begin with full slots
-            filling = filling and not late and (admission is not None or (more and None in self.rows))
-            if any(self.rows) and not filling:
+            comes = admission is not None or (more and not late and None in self.rows)
+            if any(self.rows) and not comes:
                 yield from self._round()
             elif late:
                 time.sleep(IDLE)

@@ -25,7 +25,7 @@ class Engine:
 
     Args:
         max_num_seqs: slots, rows that decode together.
-        prefill_chunk: tokens of a prompt that are prefilled between two rounds, at most.
+        prefill_chunk: tokens of a prompt that are prefilled at once, at most.
         seed: of draws by requests that sample and have no seed of their own.
         keep_prefixes: what is known of a video outlives a run, for callers whose `Request.video` names the same content
             for as long as the engine lives.

@@ -1,7 +1,7 @@
 """How a request comes into a slot: vision, chunked prefill, selection of what the draft sees, the first token.
 
 What several questions on one video share is seen and prefilled once and kept in the prefix store. All of it is one
-generator per request that yields after each piece of bounded work, so that rounds can run in between.
+generator per request that yields after each piece of bounded work, so that its caller decides what runs in between.
 """
 
 from __future__ import annotations

@@ -187,21 +187,30 @@ def test_prefill_in_small_chunks_gives_the_same_tokens(
     assert engine.counters.chunks > 7 * len(requests)
 
 
-def test_at_most_one_chunk_runs_between_two_rounds(tiny_model: Path, requests: list[Request]) -> None:
-    engine = Engine.load(str(tiny_model), max_num_seqs=2, prefill_chunk=16)
-    seen: list[str] = []
-    round_of, chunk_of = Batch._round, Batch._chunk
+@pytest.mark.parametrize("late", [False, True])
+def test_a_round_begins_with_full_slots_wherever_a_request_is_at_hand(
+    late: bool, tiny_model: Path, requests: list[Request]
+) -> None:
+    """`late`: every second time that the stream is asked there is none yet."""
+    engine = Engine.load(str(tiny_model), max_num_seqs=3, prefill_chunk=16)
+    short = [replace(r, sampling=replace(r.sampling, max_tokens=3 + n % 4)) for n, r in enumerate(requests)]
+    stream = iter([offered for r in short for offered in ((None, r) if late else (r,))])
+    left, seated, round_of = [len(short)], [], Batch._round
 
-    def chunk(batch: Batch, admission: object) -> object:
-        seen.append("chunk" if any(batch.rows) and "round" in seen else "nobody waits")
-        return chunk_of(batch, admission)  # type: ignore[arg-type]
+    def offers() -> Iterator[Request | None]:
+        for offered in stream:
+            left[0] -= offered is not None
+            yield offered
+
+    def one(batch: Batch) -> object:
+        seated.append((sum(row is not None for row in batch.rows), left[0]))
+        return round_of(batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Batch, "_round", lambda batch: (seen.append("round"), round_of(batch))[1])
-        patch.setattr(Batch, "_chunk", chunk)
-        list(engine.run(requests, None))
-    assert "chunk chunk" not in " ".join(seen)
-    assert seen.count("chunk") > 10
+        patch.setattr(Batch, "_round", one)
+        assert len(list(engine.run(offers(), None))) == len(requests)
+    assert all(rows == 3 for rows, waiting in seated if waiting) != late
+    assert len(seated) > 5 and engine.counters.chunks > 2 * len(requests)
 
 
 def test_slots_are_refilled_at_once(tiny_model: Path, requests: list[Request]) -> None:
@@ -210,7 +219,7 @@ def test_slots_are_refilled_at_once(tiny_model: Path, requests: list[Request]) -
     asked = [Request(str(i), "?", clip, "clip", sampling=Sampling(rng.randint(4, 60))) for i in range(64)]
     engine = Engine.load(str(tiny_model), max_num_seqs=8)
     assert len(list(engine.run(asked, None))) == 64
-    assert engine.counters.utilisation(8) >= 0.85
+    assert engine.counters.utilisation(8) >= 0.9
 
 
 def test_rows_go_on_while_no_request_is_ready(engine: Engine, requests: list[Request], expected: dict) -> None:

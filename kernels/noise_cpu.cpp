@@ -77,7 +77,8 @@ inline Found drawn(const float* scores, int n, uint64_t key) {
         const __m512i k = _mm512_inserti64x4(_mm512_castsi256_si512(ones(low)), ones(high), 1);
         const __m512 bound = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(k, _mm512_set1_epi32(1))), log2);
         const __m512 most = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes(n - i), scores + i), bound);
-        unsigned reach = _mm512_cmp_ps_mask(most, _mm512_set1_ps(best.sum), _CMP_GE_OQ);
+        const float least = std::max(best.sum, std::numeric_limits<float>::lowest());  // filtered tokens stay below
+        unsigned reach = _mm512_cmp_ps_mask(most, _mm512_set1_ps(least), _CMP_GE_OQ);
         reach |= _mm512_cmpge_epi32_mask(k, _mm512_set1_epi32(53));  // u is rounded to 1: no bound
         for (reach &= lanes(n - i); reach; reach &= reach - 1) {
             const int token = i + __builtin_ctz(reach);

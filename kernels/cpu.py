@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-SOURCES = ("attention_cpu.cpp", "linear_cpu.cpp", "draft_linear_cpu.cpp")
+SOURCES = ("attention_cpu.cpp", "linear_cpu.cpp", "draft_linear_cpu.cpp", "noise_cpu.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=off", "-w")
 KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
 # of each kernel's arguments: p a tensor's address, l 64 bits, i 32 bits, f float
@@ -37,6 +37,7 @@ SIGNATURES = {
     "int8": "pppppp iii i",
     "int4": "pppppp iii i",
     "sparse": "ppp iii f i",
+    "draw": "pppp p iii i",
 }
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
+from std_core.kernels.noise import draw, gumbel, keyed_noise, noisy_argmax
 from std_core.types import Sampling
 
 
@@ -81,8 +82,9 @@ def choose(scores: torch.Tensor, draws: Draws, places: torch.Tensor) -> torch.Te
     """
     if not draws.sampled:
         return scores.argmax(-1)
-    each = zip(scores.split(1, dim=1), places.split(1, dim=1), strict=True)  # noise takes ten times a score's bytes
-    return torch.cat([(score + draws.noise(place, score.shape[-1])).argmax(-1) for score, place in each], dim=1)
+    if not draws.fresh:
+        return draw(scores, draws.seeds, draws.seeded, places)
+    return noisy_argmax(scores, places, draws.noise)
 
 
 @dataclass(frozen=True)
@@ -113,36 +115,6 @@ class Draws:
 
     def noise(self, places: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """(B, T, vocabulary) Gumbel noise: keyed for rows with a seed, fresh for the others that sample, else none."""
-        keyed = keyed_gumbel(self.seeds, places, vocabulary) * self.seeded[:, None, None]
-        if not self.fresh:
-            return keyed
+        keyed = keyed_noise(self.seeds, self.seeded, places, vocabulary)
         uniform = torch.rand(keyed.shape, generator=self.generator, device=keyed.device)
         return keyed + gumbel(uniform.clamp_(min=1e-20)) * self.unseeded[:, None, None]
-
-
-def gumbel(uniform: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise from uniform numbers in (0, 1)."""
-    return -torch.log(-torch.log(uniform))
-
-
-def keyed_gumbel(seeds: torch.Tensor, places: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Gumbel noise (B, T, vocabulary), float32, that depends on (seed, place, token) alone: on no generator's state, no
-    shape, no device. Two rounds of a 64-bit mixer over a counter.
-
-    seeds: (B,) int64; places: (B, T) int64.
-    """
-    token = torch.arange(vocabulary, device=places.device)
-    key = _mix(_mix(seeds[:, None] * _GOLDEN + 1) + places * _GOLDEN)
-    bits = _mix(key[..., None] + token * _GOLDEN)
-    uniform = (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
-    return gumbel(uniform).float()
-
-
-_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of 64-bit numbers; every bit of the input moves half of the output's (xor-shift, multiply)."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -7723592293110705685
-    return x ^ ((x >> 31) & ((1 << 33) - 1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import decode_pairs
+import decode_questions
 from pipeline.types import UsageError
 from suites import decode
 
@@ -22,14 +23,15 @@ def figures() -> dict:
         "--contexts",
         "256",
         "--tokens",
-        "60",
+        "40",
         "--pairs",
-        "3",
+        "2",
         "--threads",
         "1",
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "read_bandwidth", lambda: decode_pairs.read_bandwidth(0.01, 2))
+        patch.setattr(decode_questions, "VIDEOS", 2)
         return decode.run(words)
 
 
@@ -54,7 +56,7 @@ def test_a_draft_that_sees_everything_is_accepted_whole(figures: dict) -> None:
 
 def test_questions_on_shared_videos_are_answered_alike(figures: dict) -> None:
     asked = figures["questions"]
-    assert asked["questions"] == 32 and asked["same_answers"] >= 31  # bfloat16: two near logits may change places
+    assert asked["questions"] == 16 and asked["same_answers"] >= 15  # bfloat16: two near logits may change places
 
 
 def test_a_ratio_is_of_pairs_and_its_bound_below_it() -> None:

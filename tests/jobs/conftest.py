@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,16 @@ def clips() -> list[bytes]:
     return [world.write_clip(seed, 1 + seed % 3)[1] for seed in range(6)]
 
 
-@pytest.fixture
-def archive(tmp_path: Path, clips: list[bytes]) -> Path:
-    """A folder of six good clips."""
-    folder = tmp_path / "videos"
-    folder.mkdir()
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory, clips: list[bytes]) -> Path:
+    """A folder of six good clips, which nobody changes."""
+    folder = tmp_path_factory.mktemp("shelf")
     for number, clip in enumerate(clips):
         (folder / f"good-{number}.mp4").write_bytes(clip)
     return folder
+
+
+@pytest.fixture
+def archive(tmp_path: Path, shelf: Path) -> Path:
+    """A folder of six good clips of the test's own."""
+    return shutil.copytree(shelf, tmp_path / "videos")

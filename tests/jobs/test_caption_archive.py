@@ -37,15 +37,6 @@ def run(tiny_model: Path, ray_cluster: None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory, clips: list[bytes]) -> Path:
-    """The six good clips of `archive`, in a folder that nobody changes."""
-    folder = tmp_path_factory.mktemp("shelf")
-    for number, clip in enumerate(clips):
-        (folder / f"good-{number}.mp4").write_bytes(clip)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def verified(run: Any, shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of an undisturbed run over `shelf` that drafts; other runs' texts are compared with its."""
     output = tmp_path_factory.mktemp("verified") / "out"

@@ -133,7 +133,7 @@ def test_a_recorded_round_asks_the_host_for_nothing(
 
 def test_rounds_of_each_gamma_are_recorded_for_themselves(llama: Engine, request: pytest.FixtureRequest) -> None:
     """Dense ones too, in between, and all in the room that was made for the widest."""
-    asked = [replace(r, sampling=Sampling(n)) for r, n in zip(ASKED, (3, 7, 3), strict=True)]
+    asked = [replace(r, sampling=Sampling(n)) for r, n in zip(ASKED, (4, 9, 4), strict=True)]
     want = {r.request_id: r.token_ids for r in llama.run(asked, None)}
     stand_in: StandIn = request.getfixturevalue("stand_in")
     one_dense_two_drafted = Pace(((0,), (1,)), 0.9)

@@ -6,8 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import demo_world as world
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Suites set a number of threads for their process, which stays; here two threads of small products mostly wait for
+    one another, for minutes where the cores have other work."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

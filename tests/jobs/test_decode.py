@@ -81,11 +81,15 @@ def test_random_weights_of_a_real_shape(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("--batches 1,x", "--batches is '1,x'"), ("--tokens 20", "pairs need at least"), ("--device cuda", "has none")],
+    [
+        ("--batches 1,x", "--batches is '1,x'"),
+        ("--batches 1 --tokens 20", "pairs need at least"),
+        ("--device cuda", "has none"),
+    ],
 )
 def test_flags_that_make_no_sense(words: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "read_bandwidth", lambda: 1.0)
     if torch.cuda.is_available() and "cuda" in words:
         pytest.skip("there is a GPU")
     with pytest.raises(UsageError, match=said):
-        decode.run(["--model", "demo", "--contexts", "200", *words.split()])
+        decode.run(["--model", "demo", "--contexts", "200", "--threads", "1", *words.split()])

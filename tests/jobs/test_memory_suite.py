@@ -17,11 +17,6 @@ CASES = {case.name: case for case in cases(1)}
 SAME = ("kv", "draft_kv", "teal", "pair", "round", "weights_tied")  # in bfloat16 half of everything: of the suite alone
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("name", sorted(set(CASES) - {f"{name}_bf16" for name in SAME}))
 def test_a_plans_total_is_within_a_tenth_of_the_measured_peak(name: str) -> None:
     found = figures(CASES[name], Subject.of(CASES[name]))

@@ -85,7 +85,7 @@ TINY = (
     Shape(
         "tiny Qwen2-VL",
         _qwen2_vl,
-        _text(64, 96, 2, (4, 2), 96, {"mrope_section": [2, 3, 3]}),
+        _text(64, 96, 1, (4, 2), 96, {"mrope_section": [2, 3, 3]}),
         {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
         3 * 2 * 14**2,
     ),

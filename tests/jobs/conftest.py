@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import demo_world as world
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Suites set a number of threads for their process, which stays; here two threads of small products mostly wait for
+    one another, for minutes where the cores have other work."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -15,11 +24,16 @@ def clips() -> list[bytes]:
     return [world.write_clip(seed, 1 + seed % 3)[1] for seed in range(6)]
 
 
-@pytest.fixture
-def archive(tmp_path: Path, clips: list[bytes]) -> Path:
-    """A folder of six good clips."""
-    folder = tmp_path / "videos"
-    folder.mkdir()
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory, clips: list[bytes]) -> Path:
+    """A folder of six good clips, which nobody changes."""
+    folder = tmp_path_factory.mktemp("shelf")
     for number, clip in enumerate(clips):
         (folder / f"good-{number}.mp4").write_bytes(clip)
     return folder
+
+
+@pytest.fixture
+def archive(tmp_path: Path, shelf: Path) -> Path:
+    """A folder of six good clips of the test's own."""
+    return shutil.copytree(shelf, tmp_path / "videos")

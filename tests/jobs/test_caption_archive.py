@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,14 +17,15 @@ import pytest
 from pipeline import job as job_module
 from pipeline import read
 from pipeline.config import ROOT, parse_job
-from pipeline.job import run_job
+from pipeline.job import main, run_job
 from pipeline.surveying import Here
 from pipeline.types import RunError
 
 SCRIPT = ROOT / "jobs" / "caption_archive.py"
+LONGER = ("--max-tokens=24",)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(tiny_model: Path, ray_cluster: None) -> Any:
     """Runs a job in this process, on the tests' cluster, as a command line would."""
 
@@ -32,6 +34,14 @@ def run(tiny_model: Path, ray_cluster: None) -> Any:
         return run_job(parse_job([*flags, *words], "test"), prompt, survey=Here)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def verified(run: Any, shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of an undisturbed run over `shelf` that drafts; other runs' texts are compared with its."""
+    output = tmp_path_factory.mktemp("verified") / "out"
+    assert run(shelf, output, *LONGER)["new"] == 6
+    return output
 
 
 def rows_of(output: object) -> dict[str, dict[str, Any]]:
@@ -85,12 +95,11 @@ def test_a_video_is_decoded_once_for_all_its_prompts(run: Any, archive: Path, tm
 
 
 def test_dense_and_std_write_the_same_with_memory_for_one_video_at_a_time(
-    run: Any, archive: Path, tmp_path: Path
+    run: Any, shelf: Path, verified: Path, tmp_path: Path
 ) -> None:
-    run(archive, tmp_path / "std", "--max-tokens=24")
     tight = ("--max-bytes-in-flight=1", "--rows-per-part=2")
-    dense = run(archive, tmp_path / "dense", "--mode=dense", "--max-tokens=24", *tight)
-    assert texts_of(tmp_path / "std") == texts_of(tmp_path / "dense")
+    dense = run(shelf, tmp_path / "dense", "--mode=dense", *LONGER, *tight)
+    assert texts_of(verified) == texts_of(tmp_path / "dense")
     assert (dense["requests"], dense["errors"], dense["kv_keep"]) == (6, 0, 1.0)
     assert {row["draft"] for row in read(str(tmp_path / "dense")).to_pylist()} == {"dense"}
     assert len(list((tmp_path / "dense").glob("part-*.parquet"))) >= 3
@@ -105,15 +114,15 @@ def test_a_pair_writes_what_its_larger_model_would(run: Any, archive: Path, tmp_
     assert all(row["weight_keep"] < 0.35 for row in rows_of(tmp_path / "pair").values())
 
 
-def test_unverified_texts_are_requests_of_their_own(run: Any, archive: Path, tmp_path: Path) -> None:
-    words = ("--mode=sparse", "--draft=random", "--keep=0.05", "--max-tokens=16")
-    run(archive, tmp_path / "out", "--max-tokens=16")
-    verified = texts_of(tmp_path / "out")
-    assert run(archive, tmp_path / "out", *words)["new"] == 6
-    both = read(str(tmp_path / "out")).to_pylist()
+def test_unverified_texts_are_requests_of_their_own(run: Any, shelf: Path, verified: Path, tmp_path: Path) -> None:
+    words, output = ("--mode=sparse", "--draft=random", "--keep=0.05", *LONGER), tmp_path / "out"
+    shutil.copytree(verified, output)
+    assert run(shelf, output, *words)["new"] == 6
+    both = read(str(output)).to_pylist()
     sparse = {(r["video_uri"], r["prompt"]): r["text"] for r in both if r["proposed"] == 0}
-    assert len(both) == 12 and set(sparse) == set(verified) and sparse != verified
-    assert run(archive, tmp_path / "out", *words)["new"] == 0
+    known = texts_of(verified)
+    assert len(both) == 12 and set(sparse) == set(known) and sparse != known
+    assert run(shelf, output, *words)["new"] == 0
 
 
 def test_failures_are_retried_on_demand(run: Any, archive: Path, tmp_path: Path) -> None:
@@ -138,10 +147,8 @@ def test_from_a_bucket_into_a_bucket(run: Any, s3: Any, clips: list[bytes]) -> N
 
 
 def test_engines_that_are_killed_are_replaced_and_change_no_text(
-    run: Any, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, shelf: Path, verified: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--max-num-seqs", "1", "--max-tokens=48")
-    run(archive, tmp_path / "quiet", *words)
     answered, rows = job_module._Recorder.answered, []
 
     def kill_now_and_then(self: Any, *row: Any) -> None:
@@ -153,9 +160,9 @@ def test_engines_that_are_killed_are_replaced_and_change_no_text(
 
     with monkeypatch.context() as patch:
         patch.setattr(job_module._Recorder, "answered", kill_now_and_then)
-        summary = run(archive, tmp_path / "out", *words)
+        summary = run(shelf, tmp_path / "out", "--max-num-seqs=1", *LONGER)
     assert (summary["requests"], summary["new"], summary["errors"]) == (6, 6, 0)
-    assert texts_of(tmp_path / "out") == texts_of(tmp_path / "quiet")
+    assert texts_of(tmp_path / "out") == texts_of(verified)
     assert max(row["attempts"] for row in rows_of(tmp_path / "out").values()) >= 2
 
 
@@ -202,8 +209,9 @@ SLOW = ("--max-tokens", "64", "--max-num-seqs", "1", "--prompt", "a", "--prompt"
 
 
 def test_killed_half_way_and_run_again_every_request_has_one_row(
-    tiny_model: Path, archive: Path, tmp_path: Path
+    ray_cluster: None, tiny_model: Path, archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The first time in a process of its own; the second one in this process, on the tests' cluster."""
     output = tmp_path / "out"
     words = command(tiny_model, archive, output, *SLOW, "--rows-per-part", "1")
     driver = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -214,8 +222,8 @@ def test_killed_half_way_and_run_again_every_request_has_one_row(
     driver.wait()
     begun = read(str(output)).num_rows
     assert 3 <= begun < 24
-    again = subprocess.run([*words, "--max-num-seqs", "8"], capture_output=True, text=True, check=True)
-    summary = json.loads(again.stdout.splitlines()[-1])
+    assert main([*words[2:], "--max-num-seqs", "8"], SCRIPT.name, survey=Here) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["requests"], summary["errors"], summary["new"]) == (24, 0, 24 - begun)
     ids = read(str(output))["request_id"].to_pylist()
     assert len(ids) == len(set(ids)) == 24

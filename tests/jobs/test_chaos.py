@@ -5,11 +5,12 @@ from typing import Any
 from suites import chaos
 
 SMALL = [
-    "--requests=300",
-    "--clips=15",
+    "--requests=200",
+    "--clips=10",
     "--max-tokens=8",
-    "--engine-kills=4",
-    "--decoder-kills=6",
+    "--driver-kills=2",  # each is a start more of Ray and PyTorch; the second one hits a run that resumes
+    "--engine-kills=3",
+    "--decoder-kills=4",
     "--seed=1",
     "--part=8",
 ]
@@ -43,13 +44,13 @@ def test_the_suite_counts_what_went_wrong() -> None:
 def test_nothing_is_lost_doubled_changed_or_wrongly_blamed(capfd: Any) -> None:
     found = chaos.run(SMALL)
     assert {k: found[k] for k in ("requests", "lost", "duplicated", "changed", "wrongly_blamed")} == {
-        "requests": 300,
+        "requests": 200,
         "lost": 0,
         "duplicated": 0,
         "changed": 0,
         "wrongly_blamed": 0,
     }, found
-    assert found["driver_kills"] == 5
+    assert found["driver_kills"] == 2
     assert found["engine_kills"] >= 2 and found["decoder_kills"] >= 2
     assert found["calls"]["passed"] < 0.95 * found["calls"]["calls"]
     assert found["texts"] > 10

@@ -52,14 +52,10 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def test_a_submitted_job_writes_the_same_rows(
-    head: dict[str, str], tiny_model: Path, archive: Path, tmp_path: Path
+    head: dict[str, str], ray_cluster: None, tiny_model: Path, archive: Path, tmp_path: Path
 ) -> None:
-    flags = ["--input", str(archive), "--model", str(tiny_model), "--max-tokens", "6"]
-    local = subprocess.run(
-        [sys.executable, "jobs/caption_archive.py", *flags, "--output", str(tmp_path / "local")],
-        cwd=ROOT, capture_output=True, text=True, env={k: v for k, v in head.items() if k != "RAY_ADDRESS"},
-    )  # fmt: skip
-    assert local.returncode == 0, local.stderr
+    flags = ["--input", str(archive), "--model", str(tiny_model), "--max-tokens", "6", "--prompt", "What is there?"]
+    run_job(parse_job([*flags, "--output", str(tmp_path / "local")], "test"), survey=Here)
     submit = [str(RAY), "job", "submit", "--working-dir", ".", "--"]
     script = ["python", "jobs/caption_archive.py", *flags, "--output", str(tmp_path / "submitted")]
     for _ in range(30):

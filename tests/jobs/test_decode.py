@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import decode_pairs
+import decode_questions
 from pipeline.types import UsageError
 from suites import decode
 
@@ -22,14 +23,15 @@ def figures() -> dict:
         "--contexts",
         "256",
         "--tokens",
-        "60",
+        "40",
         "--pairs",
-        "3",
+        "2",
         "--threads",
         "1",
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "read_bandwidth", lambda: decode_pairs.read_bandwidth(0.01, 2))
+        patch.setattr(decode_questions, "VIDEOS", 2)
         return decode.run(words)
 
 
@@ -54,7 +56,7 @@ def test_a_draft_that_sees_everything_is_accepted_whole(figures: dict) -> None:
 
 def test_questions_on_shared_videos_are_answered_alike(figures: dict) -> None:
     asked = figures["questions"]
-    assert asked["questions"] == 32 and asked["same_answers"] >= 31  # bfloat16: two near logits may change places
+    assert asked["questions"] == 16 and asked["same_answers"] >= 15  # bfloat16: two near logits may change places
 
 
 def test_a_ratio_is_of_pairs_and_its_bound_below_it() -> None:
@@ -79,10 +81,15 @@ def test_random_weights_of_a_real_shape(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("--batches 1,x", "--batches is '1,x'"), ("--tokens 20", "pairs need at least"), ("--device cuda", "has none")],
+    [
+        ("--batches 1,x", "--batches is '1,x'"),
+        ("--batches 1 --tokens 20", "pairs need at least"),
+        ("--device cuda", "has none"),
+    ],
 )
-def test_flags_that_make_no_sense(words: str, said: str) -> None:
+def test_flags_that_make_no_sense(words: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "read_bandwidth", lambda: 1.0)
     if torch.cuda.is_available() and "cuda" in words:
         pytest.skip("there is a GPU")
     with pytest.raises(UsageError, match=said):
-        decode.run(["--model", "demo", "--contexts", "200", *words.split()])
+        decode.run(["--model", "demo", "--contexts", "200", "--threads", "1", *words.split()])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import benchmark
 import pytest
 import torch
 
@@ -34,21 +35,18 @@ sys.exit(code)
 """
 
 
-def suite(*flags: str, interpret: bool) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if interpret else {}
-    command = [sys.executable, "-c", WITHOUT, "--suite", "gpu", *flags]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_without_a_gpu_it_says_so() -> None:
-    done = suite(interpret=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert "measures on a GPU and none was found" in done.stderr and done.stderr.count("\n") == 1
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert benchmark._guarded(["--suite", "gpu"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "measures on a GPU and none was found" in said.err and said.err.count("\n") == 1
 
 
 def test_its_whole_path_runs_at_a_tiny_size() -> None:
-    done = suite("--device", "cpu", interpret=True)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WITHOUT, "--suite", "gpu", "--device", "cpu"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["checks"] and figures["checks_failed"] == [] == figures["checks_without_time"]

@@ -17,11 +17,6 @@ CASES = {case.name: case for case in cases(1)}
 SAME = ("kv", "draft_kv", "teal", "pair", "round", "weights_tied")  # in bfloat16 half of everything: of the suite alone
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("name", sorted(set(CASES) - {f"{name}_bf16" for name in SAME}))
 def test_a_plans_total_is_within_a_tenth_of_the_measured_peak(name: str) -> None:
     found = figures(CASES[name], Subject.of(CASES[name]))
@@ -39,12 +34,11 @@ def test_the_meter_counts_what_operations_take_inside() -> None:
     assert tensors_peak(lambda: kept.clear()) == 0  # what was there before is no change
 
 
-@pytest.mark.parametrize("name", ["kv", "draft_kv_text"])
-def test_slots_that_just_fit_a_device_do_fit_it(name: str) -> None:
-    case = replace(CASES[name], slots=3)
+def test_slots_that_just_fit_a_device_do_fit_it() -> None:
+    case = replace(CASES["draft_kv_text"], slots=3)
     memory = total(case.terms()) / MEMORY + 1
     device = Device("toy", "cpu", 1e10, memory, 1e12)
-    profile = unmeasured(device, case.account(case.sizes), name, case.dtype)
+    profile = unmeasured(device, case.account(case.sizes), case.name, case.dtype)
     slots = slots_of(case.load, profile, Setting(64), case.draft)
     assert slots == 3
     subject = Subject.of(case)

@@ -16,14 +16,22 @@ from pipeline.surveying import Here
 from pipeline.types import Answer, UsageError
 
 
-@pytest.fixture
-def run(tiny_model: Path, archive: Path, tmp_path: Path, ray_cluster: None) -> Any:
-    def start(name: str, *words: str) -> dict[str, str]:
-        flags = ["--input", str(archive), "--output", str(tmp_path / name), "--model", str(tiny_model)]
-        run_job(parse_job([*flags, "--max-tokens", "8", *words], "test"), survey=Here)
-        return {row["video_uri"]: row["text"] for row in read(str(tmp_path / name)).to_pylist()}
+@pytest.fixture(scope="module")
+def run(tiny_model: Path, shelf: Path, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def start(*words: str) -> dict[str, str]:
+        output = str(tmp_path_factory.mktemp("run") / "out")
+        flags = ["--input", str(shelf), "--output", output, "--model", str(tiny_model), "--draft=specvlm"]
+        flags += ["--prompt=Describe this video.", "--max-tokens=20", "--max-num-seqs=1"]
+        run_job(parse_job([*flags, *words], "test"), survey=Here)
+        return {row["video_uri"]: row["text"] for row in read(output).to_pylist()}
 
     return start
+
+
+@pytest.fixture(scope="module")
+def of_one(run: Any) -> dict[str, str]:
+    """What an engine of one process writes."""
+    return run()
 
 
 def engines() -> list[psutil.Process]:
@@ -32,16 +40,9 @@ def engines() -> list[psutil.Process]:
     return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_two_ranks_write_what_one_does(run: Any) -> None:
-    one = run("one", "--max-num-seqs=2", "--prompt=Describe this video.", "--draft=specvlm")
-    two = run("two", "--max-num-seqs=2", "--prompt=Describe this video.", "--draft=specvlm", "--tensor-parallel-size=2")
-    assert len(one) == 6 and all(one.values())
-    assert two == one
-
-
 @pytest.mark.parametrize("which", [0, 1])
-def test_when_one_rank_dies_another_engine_takes_the_place_of_both(
-    run: Any, monkeypatch: pytest.MonkeyPatch, which: int
+def test_two_ranks_write_what_one_does_and_when_one_dies_another_engine_takes_the_place_of_both(
+    run: Any, of_one: dict[str, str], monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
     killed: list[psutil.Process] = []
     answered = job_module._Recorder.answered
@@ -53,8 +54,9 @@ def test_when_one_rank_dies_another_engine_takes_the_place_of_both(
         answered(self, answer)
 
     monkeypatch.setattr(job_module._Recorder, "answered", kill_one)
-    texts = run("out", "--tensor-parallel-size=2", "--max-num-seqs=1", "--max-tokens=20")
-    assert killed and len(texts) == 6 and all(texts.values())
+    texts = run("--tensor-parallel-size=2")
+    assert killed and len(of_one) == 6 and all(of_one.values())
+    assert texts == of_one
     psutil.wait_procs(engines(), timeout=60)
     assert not engines()
 

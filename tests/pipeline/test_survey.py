@@ -66,7 +66,7 @@ def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPa
     assert apart == alone
     assert len(alone[1]) == 6 and len(alone[2]) == 2 and (apart[-1].requests, apart[-1].failed) == (6, 0)
     some = frozenset(map(bytes.fromhex, alone[1][:3]))
-    again = survey(Apart(job, PROMPTS), some)
+    again = survey(Here(job, PROMPTS), some)  # that another process is told what is done, the next but one shows
     assert again[1] == alone[1][3:] and (again[-1].requests, again[-1].failed) == (6, 3)
 
 

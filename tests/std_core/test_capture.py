@@ -110,7 +110,7 @@ def llama(families: Callable[[str], Path]) -> Engine:
 
 LIVELY = Sampling(4, temperature=0.8, top_k=20, top_p=0.9, seed=3)
 ASKED = [
-    Request(f"{n}", " ".join(["red square", "blue circle moves", "the scene up", "left"][: 1 + n] * 22), sampling=s)
+    Request(f"{n}", " ".join(["red square", "blue circle moves", "the scene up", "left"][: 1 + n] * 14), sampling=s)
     for n, s in enumerate((Sampling(5, 2, repetition_penalty=1.2), Sampling(3), LIVELY))
 ]
 

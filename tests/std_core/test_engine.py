@@ -395,10 +395,10 @@ def plain_halves(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 @pytest.fixture(scope="session")
 def various(requests: list[Request]) -> list[Request]:
     """Clips and questions on a shared clip, greedy and sampled."""
-    asked = [replace(r, sampling=replace(r.sampling, max_tokens=30), video="") for r in requests * 2]
+    asked = [replace(r, sampling=replace(r.sampling, max_tokens=24), video="") for r in requests]
     clip = requests[4].frames
-    asked += [Request("", f"What is in scene {i}?", clip, "clip", sampling=Sampling(20)) for i in range(4)]
-    drawn = Sampling(30, temperature=0.8, top_p=0.9, repetition_penalty=1.1)
+    asked += [Request("", f"What is in scene {i}?", clip, "clip", sampling=Sampling(16)) for i in range(3)]
+    drawn = Sampling(24, temperature=0.8, top_p=0.9, repetition_penalty=1.1)
     asked = [replace(r, request_id=str(i)) for i, r in enumerate(asked)]
     return [replace(r, sampling=replace(drawn, seed=i)) if i % 5 == 0 else r for i, r in enumerate(asked)]
 
@@ -442,15 +442,30 @@ def test_strict_needs_room_for_gamma(halves: Callable[..., Engine], requests: li
 # ------------------------------------------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "dense"])
-def test_a_seeded_text_is_the_dense_loops_whatever_drafts(engine: Engine, requests: list[Request], policy: str) -> None:
+@pytest.fixture(scope="session")
+def seeded(requests: list[Request]) -> list[Request]:
     sampling = Sampling(24, temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.1)
-    asked = [replace(r, sampling=replace(sampling, seed=i)) for i, r in enumerate(requests)]
-    dense = {r.request_id: r.token_ids for r in engine.run(asked, None)}
-    drafted = {r.request_id: r.token_ids for r in engine.run(reversed(asked), POLICIES[policy])}
-    assert dense == drafted
-    other = [replace(r, sampling=replace(sampling, seed=i + 100)) for i, r in enumerate(requests)]
-    assert {r.request_id: r.token_ids for r in engine.run(other, None)} != dense
+    return [replace(r, sampling=replace(sampling, seed=i)) for i, r in enumerate(requests)]
+
+
+@pytest.fixture(scope="session")
+def seeded_texts(engine: Engine, seeded: list[Request]) -> dict[str, list[int]]:
+    """The dense loop's."""
+    return _texts(engine, seeded, None)
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "dense"])
+def test_a_seeded_text_is_the_dense_loops_whatever_drafts(
+    engine: Engine, seeded: list[Request], seeded_texts: dict[str, list[int]], policy: str
+) -> None:
+    assert _texts(engine, reversed(seeded), POLICIES[policy]) == seeded_texts
+
+
+def test_other_seeds_draw_other_texts(
+    engine: Engine, seeded: list[Request], seeded_texts: dict[str, list[int]]
+) -> None:
+    other = [replace(r, sampling=replace(r.sampling, seed=i + 100)) for i, r in enumerate(seeded)]
+    assert _texts(engine, other, None) != seeded_texts
 
 
 def test_without_a_seed_rows_of_all_kinds_share_a_batch(

@@ -119,7 +119,7 @@ def test_a_table_with_holes_is_no_pace(gammas: tuple[tuple[int, ...], ...]) -> N
 def test_texts_are_the_dense_loops_at_any_pace(
     engine: Engine, ragged: list[Request], dense: Texts, draft_of: Callable[[str], Draft], name: str
 ) -> None:
-    @settings(deadline=None, max_examples=6, database=None)
+    @settings(deadline=None, max_examples=4, database=None)
     @given(paces(), st.randoms(use_true_random=False))
     def check(pace: Pace, rng: random.Random) -> None:
         asked = rng.sample(ragged, len(ragged))
@@ -163,7 +163,7 @@ def test_strict_texts_are_the_dense_loops_in_bfloat16_at_any_pace(
     engine = Engine.load(str(tiny_model), dtype="bfloat16", max_num_seqs=3, strict=WIDEST + 1)
     expected = texts(engine.run(ragged, None))
 
-    @settings(deadline=None, max_examples=4, database=None)
+    @settings(deadline=None, max_examples=3, database=None)
     @given(paces(), st.sampled_from(["kept", "own", "ngram", "refresh"]))
     def check(pace: Pace, name: str) -> None:
         assert texts(engine.run([pace, *reversed(ragged)], DRAFTS[name])) == expected
@@ -193,7 +193,7 @@ def test_gamma_follows_the_rows_that_are_left(engine: Engine, requests: list[Req
     assert sum(r.drafted for r in results) == sum(rows * gamma for rows, gamma, _ in rounds)
 
 
-@settings(deadline=None, max_examples=6, database=None)
+@settings(deadline=None, max_examples=3, database=None)
 @given(data=st.data())
 def test_every_round_has_the_gamma_of_its_rows_and_of_what_was_seen(
     engine: Engine, requests: list[Request], data: st.DataObject
@@ -201,7 +201,7 @@ def test_every_round_has_the_gamma_of_its_rows_and_of_what_was_seen(
     """By the table, read again from what each round had given; and twice the same."""
     pace = data.draw(paces())
     draft = Draft("random", k=1, gamma=WIDEST, seed=data.draw(st.integers(0, 3)))
-    asked = [replace(r, sampling=Sampling(n)) for r, n in zip(requests, (40, 8, 3, 21), strict=False)]
+    asked = [replace(r, sampling=Sampling(n)) for r, n in zip(requests, (30, 8, 3, 16), strict=False)]
     with pytest.MonkeyPatch.context() as patch:
         seen = watched(patch)
         first = list(engine.run([pace, *asked], draft))

@@ -145,7 +145,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     cells: list[Cell] = []
     for context in contexts:
         cells += _cells(engine, flags, context, rows, answers, fixed, profile)
-    console.print(table(cells, fixed))
+        console.print(table(cells, fixed))
     return {"model": flags.model, **judged(cells, [None, *fixed]), "seconds": round(time.monotonic() - began, 1)}
 
 

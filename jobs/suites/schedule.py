@@ -220,8 +220,8 @@ def _cell(
 
 def _asked(requests: Sequence[Request], rows: int, answer: Answer, flags: Flags) -> list[Request]:
     """Every text equally often, until each slot has been filled often enough."""
-    times = max(1, math.ceil(flags.fills * rows / len(requests)))
-    every = [*requests] * times
+    some = requests[: max(flags.texts, rows)]
+    every = [*some] * math.ceil(flags.fills * rows / len(some))
     return subjects.drawn(every) if answer.drawn else every
 
 

@@ -43,13 +43,13 @@ def run(tiny_model: Path, archive: Path, tmp_path: Path, ray_cluster: None) -> A
 
 
 def profile_with_a_crossing(model: Path, context: float, device: str = "") -> Profile:
-    """A dense step takes its bytes' time, a draft step as long whatever the context: from `context` tokens on that
-    pays."""
+    """A dense step takes its bytes' time, a draft step as long whatever the context: from `context` tokens on that pays
+    for texts of six tokens, of which the prefill writes one."""
     checkpoint = Checkpoint.load(str(model))
     account, here = checkpoint.account("float32"), device_at_hand("cpu")
     there = type(here)(device or here.name, "cpu", BANDWIDTH, here.memory, here.flops)
     dense = account.step_bytes([context]) / BANDWIDTH
-    std = Tried(Draft("std"), Cost(0.0, dense / 1.235), (0.0, 0.0), (Accepted(200, "caption", (90,), (10,)),))
+    std = Tried(Draft("std"), Cost(0.0, dense / 1.53), (0.0, 0.0), (Accepted(200, "caption", (90,), (10,)),))
     costs = Cost(1.0), (0.0, 1e-4, 0.0), 1e-4
     return Profile(there, checkpoint.revision, "float32", account, *costs, (std,))
 

@@ -108,10 +108,10 @@ def llama(families: Callable[[str], Path]) -> Engine:
     return Engine.load(str(families("llama")), max_num_seqs=2)
 
 
-LIVELY = Sampling(4, temperature=0.8, top_k=20, top_p=0.9, seed=3)
+LIVELY = Sampling(7, temperature=0.8, top_k=20, top_p=0.9, seed=3)
 ASKED = [
     Request(f"{n}", " ".join(["red square", "blue circle moves", "the scene up", "left"][: 1 + n] * 14), sampling=s)
-    for n, s in enumerate((Sampling(5, 2, repetition_penalty=1.2), Sampling(3), LIVELY))
+    for n, s in enumerate((Sampling(9, 2, repetition_penalty=1.2), Sampling(3), LIVELY))
 ]
 
 

@@ -55,9 +55,8 @@ class Batch:
         if draft and draft.model:
             self.slots.draft = engine.drafter(draft).new_cache(engine.max_num_seqs)
         self.rows: list[Row | None] = [None] * engine.max_num_seqs
-        self.prefill = Prefill(
-            engine, self.slots, draft, prepare, lambda: (row for row in self.rows if row is not None)
-        )
+        # the list, not the batch: in a circle the caches would stay until Python looks for circles
+        self.prefill = Prefill(engine, self.slots, draft, prepare, self.rows)
         self.unseen = 0  # rounds since drafts chose again
         self.captured = Captured(self.slots, recorder) if (recorder := recorder_of(self.model)) else None
         self.slots.ahead = max(self.gamma + 1, engine.strict) if self.captured else 0

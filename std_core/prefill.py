@@ -7,7 +7,7 @@ generator per request that yields after each piece of bounded work, so that its 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -64,10 +64,10 @@ class Prefill:
         slots: Slots,
         draft: Draft | None,
         prepare: Callable[[Request], Inputs],
-        seated: Callable[[], Iterable[Row]],
+        rows: Sequence[Row | None],
     ):
         self.engine, self.model, self.slots, self.draft, self.prepare = engine, engine.model, slots, draft, prepare
-        self.seated = seated
+        self.rows = rows  # in the slots, by now
         self.prefixes = self._prefix_store()
         layers = self.model.layers  # entries of layers behind an early exit are not read
         self._layers_read = layers_read(draft, layers) / layers if draft and slots.view != "second" else 1.0
@@ -193,7 +193,7 @@ class Prefill:
         return copy
 
     def _needed(self) -> set[int]:
-        return {row.prefix for row in self.seated()}
+        return {row.prefix for row in self.rows if row is not None}
 
     def _free_prefix(self) -> int:
         """A row of the prefix store that no slot needs; the one filled longest ago. There is one: a slot is free."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 import demo_model
 from std_core import cache, decode
 from std_core.batch import Batch
+from std_core.decode import Slots
 from std_core.engine import Engine, devices_from
 from std_core.kernels import cpu
 from std_core.model import layer_names, spread
@@ -211,6 +214,35 @@ def test_a_round_begins_with_full_slots_wherever_a_request_is_at_hand(
         assert len(list(engine.run(offers(), None))) == len(requests)
     assert all(rows == 3 for rows, waiting in seated if waiting) != late
     assert len(seated) > 5 and engine.counters.chunks > 2 * len(requests)
+
+
+@pytest.mark.parametrize("draft", [None, Draft("std", keep=0.5), Draft("ngram")])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_run_leaves_no_caches_behind(
+    engine: Engine, requests: list[Request], draft: Draft | None, whole: bool
+) -> None:
+    """Nor does one that is left half way: the next wave's come where they were, and two do not fit a device."""
+    made: list[weakref.ref[Slots]] = []
+    empty = Slots.empty
+
+    def noted(*args: object) -> Slots:
+        slots = empty(*args)  # type: ignore[arg-type]
+        made.append(weakref.ref(slots))
+        return slots
+
+    gc.collect()
+    gc.disable()  # what only the collector finds may stay for long: it counts objects, not bytes
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Slots, "empty", noted)
+            results = engine.run(requests, draft)
+            next(results)
+            if whole:
+                list(results)
+            del results
+        assert made and all(slots() is None for slots in made)
+    finally:
+        gc.enable()
 
 
 def test_slots_are_refilled_at_once(tiny_model: Path, requests: list[Request]) -> None:

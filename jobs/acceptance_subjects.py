@@ -106,7 +106,7 @@ def subject(
 
 def captions_of(whole: Subject) -> Subject:
     """Without the questions."""
-    return Subject([r for r in whole.requests if not is_question(r.request_id)], whole.inputs, whole.following)
+    return replace(whole, requests=of_kind(whole, "caption"))
 
 
 def of_kind(whole: Subject, kind: str) -> list[Request]:

@@ -86,10 +86,6 @@ class Accepted:
     refused: tuple[int, ...]
     drawn: bool = False
 
-    @property
-    def chances(self) -> Chances:
-        return chances(self.accepted, self.refused)
-
 
 @dataclass(frozen=True)
 class Retrieved:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from triton.errors import TritonError
 
+import triton_interpreter
 from gpu_shapes import small_llama
 from std_core import sparse_to_dense
 from std_core.kernels import attention, gpu_attention, gpu_gather, gpu_low_bit, gpu_mass, gpu_sparse_linear
@@ -39,7 +41,8 @@ def run(device: str, tiny: bool, deadline: float) -> tuple[dict[str, Any], list[
             late.append(name)
             continue
         try:
-            error = check()
+            with triton_interpreter.row_independent_products() if tiny and name.startswith("fixed") else nullcontext():
+                error = check()
         except (RuntimeError, TritonError) as failure:  # what one GPU or compiler refuses: the others are still told
             done[name] = {"error": str(failure).splitlines()[0], "ok": False}
             continue

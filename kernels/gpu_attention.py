@@ -8,6 +8,11 @@ Shapes are those of `attention.py`. Both segments write their partial results, o
 second kernel merges by log-sum-exp. The grid covers the caches' capacity; what is used of them is read on the device,
 so no step waits for a length and every launch can be captured in a CUDA graph. Splits have a size either of the used
 length over their number, or (`fixed`, blocks) of so many entries from the segment's start, whatever is used.
+
+With `fixed`, which operations a token's output goes through, and in which order, depends only on its own query and on
+the entries that it attends to: not on its slot, its index in the width, other rows, or the capacity of the caches. Its
+bits then are the same in every batch of this shape, provided that `tl.dot` computes each row of a tile in the same
+order. Tensor cores do. Triton's interpreter does not promise it: it calls the BLAS library.
 """
 
 from __future__ import annotations

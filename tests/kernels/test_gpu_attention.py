@@ -99,12 +99,13 @@ def test_the_real_models_shapes(device: str, width: int) -> None:
 COUNTS = st.lists(st.integers(0, 700), min_size=2, max_size=2)
 
 
+@pytest.mark.usefixtures("row_independent_products")
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from([torch.bfloat16, torch.float32]), COUNTS, COUNTS, st.integers(0, 3), st.integers(0, 2))
-def test_fixed_splits_give_a_token_the_same_bits_in_any_company(
+def test_fixed_splits_give_a_token_the_same_bits_in_any_batch(
     device: str, dtype: torch.dtype, lengths: list[int], prefixes: list[int], shift: int, spare: int
 ) -> None:
-    """Alone, and in another slot, at another place of its width, beside a row that sees more, in a larger cache."""
+    """Alone, and in another slot, at another index of the width, beside a longer row, in a larger cache."""
     rng = torch.Generator().manual_seed(sum(lengths))
     query = random(device, rng, dtype, 2, 4, 4, 32)
     own, shared = (segment(device, rng, dtype, 2, 2, 1024, 32) for _ in range(2))

@@ -14,15 +14,29 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+if not __package__:  # run as a script: this checkout outranks an installed copy
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from pipeline.config import nearest
-from pipeline.types import UsageError
+from pipeline.records import UsageError
+
+SUITES = {  # by name, the module in `jobs/suites/`
+    "acceptance": "acceptance.suite",
+    "chaos": "chaos",
+    "decode": "decode.suite",
+    "demo_quality": "demo_quality",
+    "frames": "frames",
+    "gpu": "gpu.suite",
+    "lossless": "lossless",
+    "memory": "memory.suite",
+    "pipeline": "pipeline",
+    "schedule": "schedule",
+}
 
 
 def main(argv: list[str]) -> int:
     """Imports the suite only now: each brings its own dependencies, and the suite `gpu` next to none."""
-    known = sorted(path.stem for path in Path(__file__).with_name("suites").glob("*.py"))
+    known = sorted(SUITES)
     words = [word for a in argv for word in (a.split("=", 1) if a.startswith("--suite=") else [a])]
     if "--suite" not in words[:-1]:
         raise UsageError(f"--suite is missing; there are: {', '.join(known)}")
@@ -30,7 +44,7 @@ def main(argv: list[str]) -> int:
     name = words[at + 1]
     if name not in known:
         raise UsageError(f"--suite {name!r} is none of {', '.join(known)}{nearest(name, known)}")
-    figures = importlib.import_module(f"suites.{name}").run(words[:at] + words[at + 2 :])
+    figures = importlib.import_module(f"jobs.suites.{SUITES[name]}").run(words[:at] + words[at + 2 :])
     print(json.dumps(figures), flush=True)
     if why := figures.get("failed"):
         print(f"{Path(__file__).name}: {why}", file=sys.stderr, flush=True)

@@ -15,14 +15,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+if not __package__:  # run as a script: this checkout outranks an installed copy
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 
 from pipeline.config import parse_flags
 from pipeline.job import guarded
-from pipeline.profile import write_profile
-from pipeline.types import UsageError
+from pipeline.plan.profile_file import write_profile
+from pipeline.records import UsageError
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,18 @@ def main(argv: list[str]) -> int:
         raise UsageError("--output is missing")
     if flags.dtype not in ("float32", "bfloat16"):
         raise UsageError(f"--dtype is {flags.dtype!r}: float32 or bfloat16 is needed")
-    import calibration  # what it needs takes seconds to import
+    from jobs.calibration import measure
 
     began = time.monotonic()
     torch.set_num_threads(flags.threads)
-    profile = calibration.measure(
+    profile = measure.measure(
         flags.model,
         flags.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         flags.dtype,
-        calibration.Grid(
-            calibration.numbers("contexts", flags.contexts),
-            calibration.numbers("rows", flags.rows),
-            calibration.presets(flags.drafts),
+        measure.Grid(
+            measure.numbers("contexts", flags.contexts),
+            measure.numbers("rows", flags.rows),
+            measure.presets(flags.drafts),
             flags.tokens,
             flags.pairs,
             flags.retrieval,
@@ -72,10 +73,10 @@ def main(argv: list[str]) -> int:
         "profile": flags.output,
         "device": profile.device.name,
         "bandwidth_gbs": round(profile.device.bandwidth / 1e9, 2),
-        "residual": {name: [round(x, 4) for x in cost.residual] for name, cost in calibration.costs(profile).items()},
+        "residual": {name: [round(x, 4) for x in cost.residual] for name, cost in measure.costs(profile).items()},
         "retrieval": {
             name: [f"{r.sparse} of {r.dense} at {r.context}" for r in found]
-            for name, found in calibration.retrieved(profile).items()
+            for name, found in measure.retrieved(profile).items()
         },
         "seconds": round(time.monotonic() - began, 1),
     }

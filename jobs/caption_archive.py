@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+if not __package__:  # run as a script: this checkout outranks an installed copy
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from pipeline.job import main
 

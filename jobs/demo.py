@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+if not __package__:  # run as a script: this checkout outranks an installed copy
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from rich.console import Console
 from rich.table import Table
 
-import demo_world as world
+from jobs.demo_model import world
 from pipeline import read
 from pipeline.config import ROOT, Job, draft_of, parse_flags
+from pipeline.intake.survey_process import Here
 from pipeline.job import guarded, run_job
-from pipeline.surveying import Here
 
 SCENES = (3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8)
 SEED = 20_000  # of the first clip
@@ -84,7 +85,7 @@ def write_clips(folder: Path) -> dict[str, tuple[world.Scene, ...]]:
 
 def caption(jobs: list[Job]) -> list[dict[str, Any]]:
     """Runs jobs one after another on one local cluster."""
-    from pipeline.run import cluster
+    from pipeline.driver.cluster import cluster
 
     with cluster(jobs[0]):
         return [run_job(job, world.CAPTION_PROMPTS[0], Here) for job in jobs]

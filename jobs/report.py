@@ -13,12 +13,13 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
+if not __package__:  # run as a script: this checkout outranks an installed copy
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from pipeline.config import parse_flags
 from pipeline.job import guarded
-from pipeline.report import headline, write_report
-from pipeline.types import UsageError
+from pipeline.records import UsageError
+from pipeline.report.page import headline, write_report
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from std_core.kernels import cpu
+from std_core.kernels.cpu import loader
 from std_core.kernels.devices import TRITON
 
 Segment = tuple[torch.Tensor, torch.Tensor]  # keys, values
@@ -72,9 +72,9 @@ def attend_rows(
     """(B, query heads, T, d), and the log-sum-exp of all scores, (B, query heads, T) float32; `own` already holds the T
     new tokens, `lengths` (B,) counts what lies before them."""
     if query.device.type in TRITON:
-        from std_core.kernels import gpu_attention
+        from std_core.kernels.triton import attention as triton_attention
 
-        return gpu_attention.attend_rows(query, own, lengths, prefix, groups, scale, fixed)
+        return triton_attention.attend_rows(query, own, lengths, prefix, groups, scale, fixed)
     if groups is None or not len(groups.members):
         prefix = None
     if _in_one(query, own, prefix):
@@ -100,9 +100,9 @@ def attend_rows(
 def write_rows(cache: torch.Tensor, lengths: torch.Tensor, new: torch.Tensor) -> None:
     """Puts T entries per row behind `lengths` (B,); cache: (rows, KV heads, capacity, d), new: (B, KV heads, T, d)."""
     rows, kv_heads, width, dim = new.shape
-    if cpu.serves("write_rows", cache) and new.stride(3) == 1:
+    if loader.serves("write_rows", cache) and new.stride(3) == 1:
         strides = new.data_ptr(), *new.stride()[:3], cache.data_ptr(), *cache.stride()[:2], lengths.data_ptr()
-        cpu.call("write_rows", cache.dtype, *strides, rows, kv_heads, width, dim)
+        loader.call("write_rows", cache.dtype, *strides, rows, kv_heads, width, dim)
         return
     places = lengths[:, None] + torch.arange(width, device=lengths.device)
     cache[torch.arange(rows, device=lengths.device)[:, None], :, places] = new.transpose(1, 2)
@@ -117,7 +117,7 @@ def attend_chunk(
         (1, query heads, T, d), and the log-sum-exp of all scores, (1, query heads, T) float32.
     """
     past = [segment for segment in past if segment[0].shape[2]]
-    if cpu.serves("attend_chunk", query):
+    if loader.serves("attend_chunk", query):
         segments = [*past, (new[0].contiguous(), new[1].contiguous())]
         if all(_in_one(query, segment, None) for segment in segments):
             return _fused_chunk(query, segments, scale)
@@ -142,10 +142,10 @@ def merge(one: Segment, other: Segment) -> Segment:
 def path_name(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
     """Which implementation `attend_rows` takes, for reports."""
     if device.type in TRITON:
-        return "kernels/gpu_attention.py"
+        return "kernels/triton/triton_attention.py"
     entries = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
     if _in_one(entries, (entries, entries), None):
-        return "kernels/attention_cpu.cpp"
+        return "kernels/cpu/attention.cpp"
     return "PyTorch's fused attention" if device.type == "cpu" else "PyTorch's products"
 
 
@@ -153,7 +153,7 @@ def _in_one(query: torch.Tensor, own: Segment, prefix: Segment | None) -> bool:
     """Whether the C++ kernel takes this; it needs no shapes pinned for `fixed`."""
     stores = (*own, *(prefix or ()))
     lie = all(x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.dtype == query.dtype for x in stores)
-    return lie and query.shape[3] % 32 == 0 and cpu.serves("attend_rows", query)
+    return lie and query.shape[3] % 32 == 0 and loader.serves("attend_rows", query)
 
 
 def _fused(
@@ -176,7 +176,7 @@ def _fused(
     shape = rows, heads, own[0].shape[1], width, dim, count, scale
     entries = query.data_ptr(), own[0].data_ptr(), own[1].data_ptr(), *own[0].stride()[:2]
     results = out.data_ptr(), lse.data_ptr(), torch.get_num_threads()
-    cpu.call("attend_rows", query.dtype, *entries, *shared, *under, *shape, *results)
+    loader.call("attend_rows", query.dtype, *entries, *shared, *under, *shape, *results)
     return out, lse
 
 
@@ -188,7 +188,7 @@ def _fused_chunk(query: torch.Tensor, segments: list[Segment], scale: float) -> 
     table = torch.tensor(lie, dtype=torch.int64)  # laid out as the kernel has them
     shape = len(segments), heads, segments[0][0].shape[1], width, dim, scale
     results = out.data_ptr(), lse.data_ptr(), torch.get_num_threads()
-    cpu.call("attend_chunk", query.dtype, query.data_ptr(), table.data_ptr(), *shape, *results)
+    loader.call("attend_chunk", query.dtype, query.data_ptr(), table.data_ptr(), *shape, *results)
     return out, lse
 
 
@@ -218,9 +218,9 @@ def flash(
             query, key, value, 0.0, causal, attn_mask=bias, scale=scale
         )
     if query.device.type == "cuda" and bias is None:
-        from std_core.kernels import gpu_flash
+        from std_core.kernels.flash_attention import flash
 
-        return gpu_flash.flash(query, key, value, scale, causal)
+        return flash(query, key, value, scale, causal)
     scores = (query @ key.transpose(-1, -2)).float() * scale
     if causal:
         bias = torch.full(scores.shape[-2:], float("-inf"), device=query.device).triu(1)

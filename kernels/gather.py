@@ -14,7 +14,7 @@ from std_core.kernels.devices import TRITON
 
 def gather_entries(cache: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     if cache.device.type in TRITON:
-        from std_core.kernels import gpu_gather
+        from std_core.kernels.triton import gather as triton_gather
 
-        return gpu_gather.gather_entries(cache, chosen)
+        return triton_gather.gather_entries(cache, chosen)
     return cache.gather(1, chosen[..., None].expand(-1, -1, cache.shape[-1]))

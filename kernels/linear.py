@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from std_core.kernels import cpu
+from std_core.kernels.cpu import loader
 
 FEW = 128  # rows from which on the products of a large matrix are faster
 
@@ -27,18 +27,18 @@ def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if not cpu.serves("rms_norm", x) or weight.dtype != x.dtype:
+    if not loader.serves("rms_norm", x) or weight.dtype != x.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     x = x.contiguous()
     y = torch.empty_like(x)
     width = x.shape[-1]
-    cpu.call("rms_norm", x.dtype, x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // width, width, eps)
+    loader.call("rms_norm", x.dtype, x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // width, width, eps)
     return y
 
 
 def _few(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     """Whether the C++ product takes these rows; it reads weights as they lie, row by row and of the rows' own type."""
-    fits = x.numel() // x.shape[-1] <= FEW and x.shape[-1] % 2 == 0 and cpu.serves("linear", x)
+    fits = x.numel() // x.shape[-1] <= FEW and x.shape[-1] % 2 == 0 and loader.serves("linear", x)
     return fits and all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
 
 
@@ -47,5 +47,5 @@ def _product(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None, bia
     out, width = weight.shape
     y = x.new_empty(*x.shape[:-1], out)
     tensors = (0 if t is None else t.data_ptr() for t in (x, weight, up, bias, y))
-    cpu.call("linear", x.dtype, *tensors, x.numel() // width, width, out, torch.get_num_threads())
+    loader.call("linear", x.dtype, *tensors, x.numel() // width, width, out, torch.get_num_threads())
     return y

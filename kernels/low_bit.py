@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from std_core.kernels import cpu
+from std_core.kernels.cpu import loader
 from std_core.kernels.devices import TRITON
 
 GROUP = 32  # input channels that share a scale at 4 bits
@@ -43,15 +43,15 @@ def packable(weight: torch.Tensor, bits: int) -> bool:
     """Whether a packed product takes this shape; PyTorch's with 4 bits needs whole groups, and 16 output channels at a
     time."""
     fits = weight.shape[1] % GROUP == 0 and weight.shape[0] % 16 == 0
-    return bits == 8 or fits or cpu.serves("int4", weight)
+    return bits == 8 or fits or loader.serves("int4", weight)
 
 
 def pack(weight: torch.Tensor, bits: int) -> Packed:
     if weight.device.type in TRITON:
-        from std_core.kernels import gpu_low_bit
+        from std_core.kernels.triton import low_bit as triton_low_bit
 
-        return gpu_low_bit.pack(weight, bits)
-    if cpu.serves(f"int{bits}", weight):
+        return triton_low_bit.pack(weight, bits)
+    if loader.serves(f"int{bits}", weight):
         return _packed_for_cpp(weight, bits)
     levels, scale = levels_of(weight, bits)
     if weight.device.type == "cpu":
@@ -76,9 +76,9 @@ def unpacked(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tens
 
 def low_bit_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
     if x.device.type in TRITON:
-        from std_core.kernels import gpu_low_bit
+        from std_core.kernels.triton import low_bit as triton_low_bit
 
-        return gpu_low_bit.low_bit_linear(x, packed, bias)
+        return triton_low_bit.low_bit_linear(x, packed, bias)
     flat = x.flatten(0, -2)
     if packed.by == "cpp":
         return _by_cpp(flat, packed, bias).unflatten(0, x.shape[:-1])
@@ -141,5 +141,5 @@ def _by_cpp(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch
     scale, middle = (packed.scale, None) if packed.bits == 8 else packed.scale
     y = x.new_empty(len(x), len(scale))
     tensors = (0 if t is None else t.data_ptr() for t in (x, packed.weight, scale, middle, bias, y))
-    cpu.call(f"int{packed.bits}", x.dtype, *tensors, len(x), x.shape[1], len(scale), torch.get_num_threads())
+    loader.call(f"int{packed.bits}", x.dtype, *tensors, len(x), x.shape[1], len(scale), torch.get_num_threads())
     return y

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from std_core.kernels import cpu
+from std_core.kernels.cpu import loader
 from std_core.kernels.devices import TRITON
 
 FEW = 4  # rows; at 4 sequences 92% of the weights are active (Crossover §4)
@@ -22,16 +22,16 @@ OUTPUTS = 32  # the C++ product sums so many outputs at a time
 
 def sparse_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threshold: float) -> torch.Tensor:
     if x.device.type in TRITON:
-        from std_core.kernels import gpu_sparse_linear
+        from std_core.kernels.triton import sparse_linear as triton_sparse_linear
 
-        return gpu_sparse_linear.sparse_linear(x, weight, bias, threshold)
+        return triton_sparse_linear.sparse_linear(x, weight, bias, threshold)
     if not (_served(weight) and weight.T.is_contiguous() and reads_less(x)):
         return F.linear(sparsified(x, threshold), weight, bias)
     x = x.contiguous()
     out, width = weight.shape
     y = x.new_empty(*x.shape[:-1], out)
     tensors = x.data_ptr(), weight.data_ptr(), y.data_ptr()
-    cpu.call("sparse", x.dtype, *tensors, x.numel() // width, width, out, threshold, torch.get_num_threads())
+    loader.call("sparse", x.dtype, *tensors, x.numel() // width, width, out, threshold, torch.get_num_threads())
     return y if bias is None else y + bias
 
 
@@ -46,7 +46,7 @@ def reads_less(x: torch.Tensor) -> bool:
 
 
 def _served(weight: torch.Tensor) -> bool:
-    return weight.shape[0] % OUTPUTS == 0 and cpu.serves("sparse", weight)
+    return weight.shape[0] % OUTPUTS == 0 and loader.serves("sparse", weight)
 
 
 def sparsified(x: torch.Tensor, threshold: float) -> torch.Tensor:

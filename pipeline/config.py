@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 from jsonargparse import ArgumentParser
 
-from pipeline.types import FrameOptions, UsageError
+from pipeline.records import FrameOptions, UsageError
 from std_core.types import Draft, Sampling
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,18 +12,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline import dryrun, rows
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, parse_job
-from pipeline.ledger import LeaseLost
-from pipeline.pool import Pool, fitting
-from pipeline.prepare import Failed
-from pipeline.profile import profile_for, unfit_alone
-from pipeline.progress import Watch
-from pipeline.schedule import History, plan
-from pipeline.setting import setting_of
-from pipeline.sink import Output, await_output, open_output
-from pipeline.survey import Apart, Facts, Surveyor
-from pipeline.types import Answer, Planned, RequestError, RunError, UsageError, Wave
+from pipeline.intake.survey import Apart, Facts, Surveyor
+from pipeline.output import rows
+from pipeline.output.ledger import LeaseLost
+from pipeline.output.writer import Output, await_output, open_output
+from pipeline.plan import dryrun
+from pipeline.plan.pool import Pool, fitting
+from pipeline.plan.profile_file import profile_for, unfit_alone
+from pipeline.plan.settings import setting_of
+from pipeline.plan.waves import History, plan
+from pipeline.records import (
+    Answer,
+    Failed,
+    Planned,
+    RequestError,
+    RunError,
+    UsageError,
+    Wave,
+)
+from pipeline.report.progress import Watch
 
 
 def main(
@@ -93,7 +101,7 @@ def prompts_of(job: Job, default_prompt: str) -> tuple[str, ...]:
 
 def plan_job(job: Job, default_prompt: str) -> int:
     """Prints what the job would do; the last line is JSON. What is wrong for a run is wrong for its plan."""
-    from pipeline.surveying import Survey  # needs PyTorch
+    from pipeline.intake.survey_process import Survey  # needs PyTorch
 
     survey = Survey(job, prompts_of(job, default_prompt))
     outlook = outlook_of(job, survey.facts)
@@ -131,8 +139,8 @@ def run_job(
     """Answers what has no row yet, and returns the summary that it also writes to the output.
 
     Args:
-        survey: where the input is read; `pipeline.surveying.Here` in a process that has PyTorch loaded anyway.
-        driving: keywords of `pipeline.run.drive`.
+        survey: where the input is read; `pipeline.intake.survey_process.Here` in a process that has PyTorch loaded anyway.
+        driving: keywords of `pipeline.driver.cluster.drive`.
 
     Raises:
         UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended early and resumes.
@@ -155,7 +163,9 @@ def run_job(
             while pool.waiting():
                 watch.reading()
             if not pool.empty:
-                from pipeline.run import drive  # starts Ray's machinery, which a run without work does without
+                from pipeline.driver.cluster import (  # starts Ray's machinery, which a run without work does without
+                    drive,
+                )
 
                 decoded = drive(job, pool, facts.window, recorder.answered, watch, tick=output.flush_due, **driving)
             output.flush()

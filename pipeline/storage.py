@@ -14,7 +14,7 @@ import posixpath
 import re
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,16 +28,17 @@ from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 from fsspec.utils import glob_translate
 
 from pipeline import uris
-from pipeline.types import RequestError
+from pipeline.records import RequestError
 from pipeline.uris import join, local_path, normalize, parent, recorded, redact, resolve, shown
 
 __all__ = [
     "FileInfo", "delete", "each", "expand", "info", "is_file", "is_folder", "join", "list_files", "list_names",
-    "list_sizes", "local_path", "make_folder", "normalize", "open_read", "parent", "put", "put_if_absent",
+    "list_sizes", "local_path", "make_folder", "map_concurrently", "normalize", "open_read", "parent", "put", "put_if_absent",
     "read_bytes", "recorded", "redact", "resolve", "shown",
 ]  # fmt: skip
 
 _FAILURES = (OSError, ValueError, ImportError, asyncio.TimeoutError, BotoCoreError, ClientError, aiohttp.ClientError)
+THREADS = 16  # calls of storage that run at once
 _threads = threading.local()
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -425,3 +426,10 @@ def delete(uri: str) -> None:
                 fs.rm_file(name)
         except FileNotFoundError:
             return
+
+
+def map_concurrently(function: Callable[[_T], _R], arguments: Iterable[_T], threads: int = THREADS) -> dict[_T, _R]:
+    """Results of a function that mostly waits for storage, by argument; at most `threads` calls run at once."""
+    known = list(arguments)
+    with ThreadPoolExecutor(max(1, min(threads, len(known)))) as pool:
+        return dict(zip(known, pool.map(function, known), strict=True))

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from std_core.checkpoint import Inputs
-from std_core.engine import Engine
-from std_core.model import Model
+from std_core.engine.engine import Engine
+from std_core.model.checkpoint import Inputs
+from std_core.model.model import Model
 from std_core.types import Draft, Request, Result, Sampling
 
 

@@ -18,9 +18,8 @@ from moto.server import ThreadedMotoServer
 if not torch.cuda.is_available():  # read when Triton is first imported, which transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import reference
-import tiny_models
-from pipeline.config import ROOT, Job
+from jobs.suites.shared import reference, tiny_models
+from pipeline.config import Job
 
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -93,14 +92,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: object) -> str:
 @pytest.fixture(scope="session")
 def ray_cluster(s3_endpoint: str) -> Iterator[None]:
     """Ray on this machine, one for all tests; its workers reach the tests' S3 server."""
-    from pipeline.run import cluster
+    from pipeline.driver.cluster import cluster
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        before = os.environ.get("PYTHONPATH", "")  # which is put back afterwards
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT / "jobs"), before))))
+        patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # `cluster` sets it; put back afterwards
         with cluster(Job()):
             yield

@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_kernels_available
 assert is_kernels_available(), "the stand-in is not seen"
 assert kernels.__file__.startswith({site!r}), kernels.__file__
 import torch
-from std_core.engine import Engine
+from std_core.engine.engine import Engine
 from std_core.types import Draft, Request, Sampling
 import std_core.kernels.attention as ours
 assert ours.__file__.startswith({root!r}), ours.__file__

@@ -25,15 +25,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import demo_world as world
-from bad_network import bad_network
+from jobs.demo_model import world
+from jobs.suites.shared.faulty_proxy import bad_network
 from pipeline import read, storage
 from pipeline.config import ROOT, parse_flags
-from pipeline.intake import DECODES
-from pipeline.types import RunError, UsageError
+from pipeline.driver.decode_queue import DECODES
+from pipeline.records import RunError, UsageError
 
 BUCKET = "s3://chaos"
-ENGINE, DECODERS = b"ray::EngineActor", (b"ray::decode_video", b"pipeline.workers")
+ENGINE, DECODERS = b"ray::EngineActor", (b"ray::decode_video", b"pipeline.video.sandbox")
 COLUMNS = ("request_id", "status", "text", "error_code")
 
 

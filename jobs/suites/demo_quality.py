@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import torch
 
-import demo_world as world
+from jobs.demo_model import world
 from pipeline.config import Job, draft_of, model_path, parse_flags
-from pipeline.frames import decode
-from pipeline.probe import probe
-from pipeline.sampling import plan_frames, smart_resize
-from pipeline.types import FrameOptions, UsageError
-from std_core.engine import Engine
+from pipeline.records import FrameOptions, UsageError
+from pipeline.video.frame_plan import plan_frames, smart_resize
+from pipeline.video.frames import decode
+from pipeline.video.probe import probe
+from std_core.engine.engine import Engine
 from std_core.types import Geometry, Request, Result, Sampling
 
 QUESTIONS = 9  # asked of a clip at most, besides the caption

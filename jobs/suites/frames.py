@@ -21,17 +21,16 @@ from typing import Any
 import av
 import numpy as np
 
-from counting_s3 import BUCKET, counting_s3
+from jobs.suites.shared.counting_s3 import BUCKET, counting_s3
 from pipeline import storage
-from pipeline.attempts import Job, Sink, resize
 from pipeline.config import ROOT, parse_flags
-from pipeline.decoders import with_pyav
-from pipeline.frames import Limits, decode
-from pipeline.prepare import together
-from pipeline.probe import probe
-from pipeline.sampling import plan_frames
-from pipeline.types import FrameOptions, FramePlan, UsageError, VideoInfo
-from pipeline.workers import close_workers
+from pipeline.records import FrameOptions, FramePlan, UsageError, VideoInfo
+from pipeline.video.decode_job import Job, Sink, resize
+from pipeline.video.decoders import with_pyav
+from pipeline.video.frame_plan import plan_frames
+from pipeline.video.frames import Limits, decode
+from pipeline.video.probe import probe
+from pipeline.video.sandbox import close_workers
 from std_core.types import Geometry
 
 RATE = 30
@@ -209,7 +208,7 @@ def _probing(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str,
     for number, uri in enumerate(uris):
         storage.put(uri, clips[number % 2])
     before, began = counts(), time.monotonic()
-    found = together(probe, uris)
+    found = storage.map_concurrently(probe, uris)
     seconds = time.monotonic() - began
     assert all(info.frames == 8 * RATE for info in found.values())
     after = counts()

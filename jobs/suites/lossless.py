@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 
-import demo_world as world
-import reference
-import tiny_models
+from jobs.demo_model import world
+from jobs.suites.shared import reference, tiny_models
 from pipeline.config import Job, draft_of, model_path, parse_flags, presets
-from pipeline.types import UsageError
-from std_core.engine import Engine
+from pipeline.records import UsageError
+from std_core.engine.engine import Engine
 from std_core.types import Draft, Request, Result, Sampling
 
 STRICT = 13  # tokens per row in a strict verification

@@ -18,13 +18,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import flow
+from jobs.suites.shared.stubs import Listed, decode_stub, load_stub, planned, write_stub
 from pipeline.config import Job, parse_flags
-from pipeline.flow import Flow
+from pipeline.driver import replica
+from pipeline.driver.cluster import cluster, drive, engine_share
+from pipeline.driver.replica import Flow
 from pipeline.job import run_job
-from pipeline.run import cluster, drive, engine_share
-from pipeline.types import Answer, UsageError
-from stubs import Listed, decode_stub, load_stub, planned, write_stub
+from pipeline.records import Answer, UsageError
 
 LINKS = 20_000  # names per file, at most, in the manifest's archive
 
@@ -49,8 +49,6 @@ class Flags:
 def run(argv: list[str]) -> dict[str, Any]:
     """The suite's figures."""
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite pipeline")
-    here = str(Path(__file__).resolve().parent.parent)  # where Ray's processes find the stubs
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     with cluster(Job()):
         ahead = _measure(flags)
         with _without_look_ahead():
@@ -113,12 +111,12 @@ def _decoders(job: Job) -> int:
 @contextmanager
 def _without_look_ahead() -> Iterator[None]:
     """A video is decoded when a slot is free."""
-    before = flow.HELD, flow.AHEAD
-    flow.HELD = flow.AHEAD = 1
+    before = replica.HELD, replica.AHEAD
+    replica.HELD = replica.AHEAD = 1
     try:
         yield
     finally:
-        flow.HELD, flow.AHEAD = before
+        replica.HELD, replica.AHEAD = before
 
 
 # ----------------------------------------------------------------------------------------------------- many requests

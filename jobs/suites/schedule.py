@@ -29,20 +29,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import acceptance_subjects as subjects
-import calibration
-from acceptance_subjects import Subject
-from decode_pairs import ratio
-from pipeline.choice import USUAL, choose
+from jobs.calibration import measure
+from jobs.suites.acceptance import subjects
+from jobs.suites.acceptance.subjects import Subject
+from jobs.suites.shared.paired_timing import ratio
 from pipeline.config import parse_flags
-from pipeline.dryrun import name_of
-from pipeline.history import History
-from pipeline.profile import read_profile
-from pipeline.setting import Mix, Setting
-from pipeline.types import Candidate, UsageError
-from std_core.engine import Engine
-from std_core.memory import Load
-from std_core.profile import Profile
+from pipeline.plan.choose import USUAL, choose
+from pipeline.plan.dryrun import name_of
+from pipeline.plan.history import History
+from pipeline.plan.profile_file import read_profile
+from pipeline.plan.settings import Mix, Setting
+from pipeline.records import Candidate, UsageError
+from std_core.cost_model.memory import Load
+from std_core.cost_model.profile import Profile
+from std_core.engine.engine import Engine
 from std_core.types import Draft, Request, Result
 
 WINNERS, HEADROOM = 3, 1.08  # below which a mix tells nothing
@@ -132,14 +132,14 @@ class Cell:
 def run(argv: list[str]) -> dict[str, Any]:
     """The suite's figures; the table goes to standard error."""
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite schedule")
-    contexts, rows = (calibration.numbers(name, getattr(flags, name)) for name in ("contexts", "rows"))
-    answers, gammas = _answers(flags.answers), calibration.numbers("gammas", flags.gammas)
+    contexts, rows = (measure.numbers(name, getattr(flags, name)) for name in ("contexts", "rows"))
+    answers, gammas = _answers(flags.answers), measure.numbers("gammas", flags.gammas)
     if len(contexts) * len(rows) * len(answers) > CELLS or flags.turns < 2:
         raise UsageError(f"at most {CELLS} cells and at least 2 turns are needed")
     began, console = time.monotonic(), Console(stderr=True, width=160)
     torch.set_num_threads(flags.threads)
     profile = _profile(flags, contexts, rows)
-    fixed = [replace(draft, gamma=gamma) for draft in calibration.presets(flags.drafts) for gamma in gammas]
+    fixed = [replace(draft, gamma=gamma) for draft in measure.presets(flags.drafts) for gamma in gammas]
     with tempfile.TemporaryDirectory() as folder:
         engine = subjects.engine_of(flags.model, Path(folder), flags.threads, dtype=flags.dtype, device=flags.device)
     cells: list[Cell] = []
@@ -152,7 +152,7 @@ def run(argv: list[str]) -> dict[str, Any]:
 def _answers(text: str) -> list[Answer]:
     """Of the flag. Raises UsageError."""
     words = [word.strip() for word in text.split(",")]
-    lengths = calibration.numbers("answers", ",".join(word.removesuffix("d") for word in words))
+    lengths = measure.numbers("answers", ",".join(word.removesuffix("d") for word in words))
     return [Answer(length, word.endswith("d")) for length, word in zip(lengths, words, strict=True)]
 
 

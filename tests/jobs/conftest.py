@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import demo_world as world
+from jobs.demo_model import world
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import pytest
 
 from pipeline import read
 from pipeline.config import parse_job
+from pipeline.intake.survey_process import Here
 from pipeline.job import main, run_job
-from pipeline.surveying import Here
 
 ROWS = """clip,ask,split
 videos/good-0.mp4,How many?,train

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import calibrate
 import pytest
 
-import calibration
-from pipeline import frames
+from jobs import calibrate
+from jobs.calibration import measure
 from pipeline.job import main
-from pipeline.profile import read_profile
-from pipeline.types import UsageError
-from std_core.devices import NAMED
-from std_core.profile import KINDS, VERSION
+from pipeline.plan.profile_file import read_profile
+from pipeline.records import UsageError
+from pipeline.video import frames
+from std_core.cost_model.device_specs import NAMED
+from std_core.cost_model.profile import KINDS, VERSION
 
 SMALL = ["--contexts", "64,200", "--rows", "1,2", "--tokens", "3", "--pairs", "1", "--threads", "1", "--device", "cpu"]
 
@@ -26,7 +26,7 @@ def calibrated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The profile of the tiny model."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(calibration.GIGABYTES, "cpu", 0.02)
+        patch.setitem(measure.GIGABYTES, "cpu", 0.02)
         words = ["--model", str(tiny_model), "--output", str(path), "--drafts", "std,int8,ngram,teal"]
         assert calibrate.main([*words, *SMALL]) == 0
     return path

@@ -17,9 +17,9 @@ import pytest
 from pipeline import job as job_module
 from pipeline import read
 from pipeline.config import ROOT, parse_job
+from pipeline.intake.survey_process import Here
 from pipeline.job import main, run_job
-from pipeline.surveying import Here
-from pipeline.types import RunError
+from pipeline.records import RunError
 
 SCRIPT = ROOT / "jobs" / "caption_archive.py"
 LONGER = ("--max-tokens=24",)
@@ -261,7 +261,7 @@ WRONG = {
 PROBE = """
 import json, sys
 from pipeline.job import main
-from pipeline.surveying import Here
+from pipeline.intake.survey_process import Here
 for words in json.load(sys.stdin):
     print("code", main(words, "test", survey=Here), "ray" in sys.modules, flush=True)
     print("end", file=sys.stderr, flush=True)

@@ -17,8 +17,8 @@ import pytest
 
 from pipeline import read
 from pipeline.config import ROOT, parse_job
+from pipeline.intake.survey_process import Here
 from pipeline.job import run_job
-from pipeline.surveying import Here
 
 RAY = Path(sys.executable).with_name("ray")
 COLUMNS = ("video_uri", "prompt", "text", "status", "num_prompt_tokens", "num_visual_tokens", "request_id")

@@ -8,9 +8,9 @@ from typing import Any
 
 from pipeline import read
 from pipeline.config import ROOT, parse_job
+from pipeline.intake.survey_process import Here
 from pipeline.job import run_job
-from pipeline.report_runs import runs
-from pipeline.surveying import Here
+from pipeline.report.runs import runs
 
 SCRIPT = ROOT / "jobs" / "report.py"
 

@@ -9,13 +9,13 @@ import pytest
 
 from pipeline import read
 from pipeline.config import parse_job
+from pipeline.intake.survey_process import Here
 from pipeline.job import run_job
-from pipeline.profile import write_profile
-from pipeline.surveying import Here
-from pipeline.types import UsageError
-from std_core.checkpoint import Checkpoint
-from std_core.devices import device_at_hand
-from std_core.profile import Accepted, Cost, Profile, Tried
+from pipeline.plan.profile_file import write_profile
+from pipeline.records import UsageError
+from std_core.cost_model.device_specs import device_at_hand
+from std_core.cost_model.profile import Accepted, Cost, Profile, Tried
+from std_core.model.checkpoint import Checkpoint
 from std_core.types import Draft
 
 BANDWIDTH = 1e9  # bytes/s

@@ -11,9 +11,9 @@ import pytest
 from pipeline import job as job_module
 from pipeline import read
 from pipeline.config import parse_job
+from pipeline.intake.survey_process import Here
 from pipeline.job import plan_job, run_job
-from pipeline.surveying import Here
-from pipeline.types import Answer, UsageError
+from pipeline.records import Answer, UsageError
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import demo_world as world
+from jobs.demo_model import world
 from pipeline import read
 from pipeline.config import parse_job
+from pipeline.intake.survey_process import Here
 from pipeline.job import run_job
-from pipeline.surveying import Here
 
 
 def test_every_window_gets_its_row(tiny_model: Path, ray_cluster: None, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import triton_interpreter
+from jobs.suites.shared import triton_interpreter
 
 
 @pytest.fixture(scope="session")

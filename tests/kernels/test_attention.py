@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from std_core.kernels import attention, cpu
+from std_core.kernels import attention
 from std_core.kernels.attention import Groups
+from std_core.kernels.attention_mass import attention_mass
+from std_core.kernels.cpu import loader
 from std_core.kernels.gather import gather_entries
-from std_core.kernels.mass import attention_mass
 
 BOTH = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "pytorch"])
 
@@ -21,9 +22,9 @@ BOTH = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "pyto
 def kernels(compiled: bool, dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """The C++ kernels, where this machine has them, or PyTorch's operations."""
     if not compiled:
-        with mock.patch.object(cpu, "serves", return_value=False):
+        with mock.patch.object(loader, "serves", return_value=False):
             yield
-    elif not cpu.serves("attend_rows", torch.empty(0, dtype=dtype)):
+    elif not loader.serves("attend_rows", torch.empty(0, dtype=dtype)):
         pytest.skip("no compiler here, or no such instructions")
     else:
         yield

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
-from std_core.fast import FastLinear, FastMLP, FastNorm, fast
-from std_core.kernels import cpu
+from std_core.kernels.cpu import loader
 from std_core.kernels.linear import gated, linear, rms_norm
+from std_core.model.cpu_modules import FastLinear, FastMLP, FastNorm, fast
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 SIZES = st.integers(1, 90).map(lambda n: 2 * n)
@@ -60,7 +60,7 @@ def test_a_norm_is_its_definition(dtype: torch.dtype, rows: int, width: int, see
 def test_a_row_gets_the_same_bits_in_any_company(dtype: torch.dtype, rows: int, data: st.DataObject) -> None:
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     x, weight, up = (torch.randn(n, 100, generator=rng).to(dtype) for n in (rows, 50, 50))
-    if not cpu.serves("linear", x):
+    if not loader.serves("linear", x):
         pytest.skip("no compiler here, or no such instructions")
     row = data.draw(st.integers(0, rows - 1))
     for product in (lambda x: linear(x, weight), lambda x: gated(x, weight, up), lambda x: rms_norm(x, x[0], 1e-6)):
@@ -88,8 +88,8 @@ def test_fast_modules_are_the_models_own_parameters_and_results() -> None:
 
 def test_without_a_compiler_pytorch_serves(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    with mock.patch.object(cpu, "_kernels", cpu._kernels.__wrapped__):
-        assert not cpu.serves("linear", torch.empty(1))
+    with mock.patch.object(loader, "_kernels", loader._kernels.__wrapped__):
+        assert not loader.serves("linear", torch.empty(1))
         tree = nn.Sequential(nn.Linear(4, 4))
         assert fast(tree) is tree
     if "AVX512" in torch.backends.cpu.get_cpu_capability():

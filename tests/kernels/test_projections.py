@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from std_core.kernels import cpu
+from std_core.kernels.cpu import loader
 from std_core.kernels.low_bit import BLOCK, GROUP, Packed, levels_of, low_bit_linear, pack, packable, unpacked
 from std_core.kernels.sparse_linear import laid_out, sparse_linear, sparsified
 
@@ -26,7 +26,7 @@ def test_a_packed_product_is_that_of_the_unpacked_weights(
     rng = torch.Generator().manual_seed(seed)
     weight, x = torch.randn(*size, generator=rng), torch.randn(2, rows, size[1], generator=rng)
     bias = torch.randn(size[0], generator=rng) if biased else None
-    with mock.patch.object(cpu, "serves", return_value=False):
+    with mock.patch.object(loader, "serves", return_value=False):
         packed = pack(weight, bits)
     levels, scale = levels_of(weight, bits)
     plain = unpacked(levels, scale, bits)
@@ -51,7 +51,7 @@ def test_a_packed_product_is_that_of_the_unpacked_weights(
 def test_our_packed_product_is_its_definition_and_near_the_full_one(
     dtype: torch.dtype, out: int, width: int, rows: int, bits: int, biased: bool, seed: int
 ) -> None:
-    if not cpu.serves(f"int{bits}", torch.empty(0, dtype=dtype)):
+    if not loader.serves(f"int{bits}", torch.empty(0, dtype=dtype)):
         pytest.skip("no compiler here, or no such instructions")
     rng = torch.Generator().manual_seed(seed)
     weight, x, bias = (torch.randn(*size, generator=rng).to(dtype) for size in ((out, width), (rows, width), (out,)))
@@ -69,12 +69,12 @@ def test_our_packed_product_is_its_definition_and_near_the_full_one(
 
 def test_bytes_are_those_of_the_bits() -> None:
     weight = torch.randn(256, 256)
-    with mock.patch.object(cpu, "serves", return_value=False):
+    with mock.patch.object(loader, "serves", return_value=False):
         assert pack(weight, 8).nbytes == 256 * 256 + 256 * 4
         assert pack(weight, 4).nbytes == 256 * 256 // 2 + 256 * 256 // GROUP * 2 * 4
         assert not packable(torch.zeros(427, 192), 4) and not packable(torch.zeros(64, 40), 4)
         assert packable(torch.zeros(427, 192), 8)
-    if cpu.serves("int4", weight):
+    if loader.serves("int4", weight):
         assert pack(weight, 8).nbytes == 256 * 256 + 256 * 4
         assert pack(weight, 4).nbytes == 256 * 256 // 2 + 256 * 256 // GROUP * 2 * 4
         assert packable(torch.zeros(427, 192), 4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline import config
 from pipeline.config import Job, draft_of, model_path, parse_job, presets
-from pipeline.types import FrameOptions, UsageError
+from pipeline.records import FrameOptions, UsageError
 from std_core.types import Sampling
 
 AWKWARD = [

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bad_network import MISCHIEF, bad_network
+from jobs.suites.shared.faulty_proxy import MISCHIEF, bad_network
 from pipeline import storage, uris
-from pipeline.types import RequestError
+from pipeline.records import RequestError
 
 ODD_NAMES = ["a#1%20.mp4", "b, c.mp4", 'it\'s "so".mp4', "d{e}.mp4", "f[1]*?.mp4", "ümläut &+;=.mp4", "g@h.mp4"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import demo_world as world
-import reference
-from std_core.engine import Engine
+from jobs.demo_model import world
+from jobs.suites.shared import reference
+from std_core.engine.engine import Engine
 from std_core.types import Request, Sampling
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-import tiny_models
+from jobs.suites.shared import tiny_models
 from std_core import sparse_to_dense
-from std_core.checkpoint import Checkpoint
+from std_core.model.checkpoint import Checkpoint
 from std_core.types import Draft
 
 TEXT = ("llama", "qwen3")

@@ -1,0 +1,314 @@
+"""What the driver does, step by step: videos are decoded a little ahead of the engines, requests handed over as their
+frames arrive, results handed on as rows finish, engines that die replaced. Everything here is in one thread, so that
+every request is handed on exactly once. Ray is behind `pipeline.driver.backend.Hands`; here its references are names of things
+that will come."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeline.config import Job
+from pipeline.driver.backend import (
+    Gone,
+    Hands,
+    Waves,
+)
+from pipeline.driver.decode_queue import Intake
+from pipeline.driver.feeder import Handover
+from pipeline.driver.replica import Flow, Lane
+from pipeline.records import (
+    RESUMES,
+    Answer,
+    Planned,
+    RequestError,
+    RunError,
+    Setup,
+)
+from std_core.types import Result
+
+BEAT = 1.0  # s between two questions to an engine how far it is
+DRAIN = 20.0  # s that engines may go on after SIGTERM
+RECYCLE = 10_000  # requests that an engine answers before another takes its place: what leaks is given back
+STARTS = 3  # engines in a row that end before anything is answered, beyond what suspects explain
+CODES = {"lost": "worker_killed", "crashed": "worker_killed"}  # what a row says of an engine that ended
+
+
+Emit = Callable[[Answer], None]
+
+
+@dataclass
+class Fleet:
+    """The engines and what is on its way to them: the intake → a lane's `queue` → its `held` → answered."""
+
+    job: Job
+    waves: Waves
+    emit: Emit
+    tick: Callable[[], None]
+    notice: Callable[[Flow], None]
+    hands: Hands
+    lanes: list[Lane]
+    intake: Intake
+    handover: Handover
+    answered: int = 0
+    deaths: int = 0
+    barren: int = 0  # engines that ended without having been handed anything, since the last answer
+    blamed: int = 0
+    moved: float = field(default_factory=time.monotonic)  # when anything last happened
+    looked: float = field(default_factory=time.monotonic)  # when the driver last looked
+
+    # ---------------------------------------------------------------------------------------------------- the loop
+
+    def run(self, stopped: list[int]) -> None:
+        """Until every request is answered. Raises RunError; `stopped` gets the numbers of signals."""
+        for lane in self.lanes:
+            self.start(lane)
+        while not self.finished:
+            if stopped:
+                self._drain(stopped)
+                raise RunError(f"stopped by {signal.Signals(stopped[0]).name}; {RESUMES}")
+            self.admit()
+            for lane in self.lanes:
+                self._recycle(lane)
+                self.handover.feed(lane)
+            self.step()
+            self.watch()
+            self.tick()
+            self.notice(self.flow)
+
+    def close(self) -> None:
+        """Ends what runs; else its resources stay taken for as long as anything here still names it."""
+        for reference in self.intake.decoding:
+            self.hands.cancel(reference)
+        for lane in self.lanes:
+            if lane.engine is not None:
+                self.hands.kill(lane.engine)
+
+    @property
+    def finished(self) -> bool:
+        return self.intake.finished and not self.handover.open
+
+    def _drain(self, stopped: list[int]) -> None:
+        """Lets engines finish what they hold, until a second signal or for a while."""
+        ends, count = time.monotonic() + DRAIN, len(stopped)
+        while any(lane.held for lane in self.lanes) and time.monotonic() < ends and len(stopped) == count:
+            self.step()
+            self.watch()
+            self.tick()
+
+    @property
+    def flow(self) -> Flow:
+        engines = sum(lane.up for lane in self.lanes)
+        return Flow(
+            decoding=len(self.intake.decoding),
+            waiting=sum(len(lane.queue) for lane in self.lanes) + len(self.handover.returned),
+            held=sum(len(lane.held) for lane in self.lanes),
+            engines=engines,
+            starting=len(self.lanes) - engines,
+            deaths=self.deaths,
+            suspects=sum(len(group.requests) for group in self.handover.suspects.waiting),
+            nbytes=self.intake.nbytes,
+            most_nbytes=self.intake.most_nbytes,
+        )
+
+    # ------------------------------------------------------------------------------------------------- what decodes
+
+    def admit(self) -> None:
+        """Starts decoding all that may."""
+        while (video := self.intake.admit()) is not None:
+            self.handover.open.update({request.request_id: (request, video) for request in video.requests})
+            self._happened()
+
+    def _take_frames(self, reference: Any) -> None:
+        arrival = self.intake.take(reference)
+        self._happened()
+        if arrival is None:
+            return
+        arrival.lane.queue.extend(r for r in arrival.requests if r.footage not in arrival.failed)
+        # no request that is not in an engine already can be answered
+        held = {name for lane in self.lanes for name in lane.held}
+        lost = [r for r in arrival.video.requests if r.footage in arrival.failed]
+        for request in lost:
+            if (name := request.request_id) in self.handover.open and name not in held:
+                self.handover.suspects.drop([name])
+                self._answer(Result(name, [], "", "error", error=arrival.failed[request.footage]))
+
+    # ------------------------------------------------------------------------------------------------- the engines
+
+    def start(self, lane: Lane) -> None:
+        """Asks for an engine in the place of the one before."""
+        lane.engine, lane.ready = self.hands.start(lane.slots)
+
+    def _recycle(self, lane: Lane) -> None:
+        """An engine that has answered very many gets nothing more, and is replaced once it is empty."""
+        lane.retires = lane.answered >= RECYCLE
+        if lane.retires and not lane.held:
+            self._replace(lane)
+
+    # --------------------------------------------------------------------------------------------- what comes back
+
+    def step(self) -> None:
+        """Waits, a second at most, for whatever comes first, and takes all there is."""
+        of_lanes = [r for lane in self.lanes for r in (*lane.ready, *lane.others, lane.results, lane.beat)]
+        references = [*self.intake.decoding, *self.handover.feeding, *(r for r in of_lanes if r is not None)]
+        idle = not self.intake.finished and not self.intake.decoding
+        for reference in self.hands.wait(references, 0.05 if idle else 1.0):
+            self._take(reference)
+
+    def _take(self, reference: Any) -> None:
+        if reference in self.intake.decoding:
+            self._take_frames(reference)
+        elif reference in self.handover.feeding:
+            self.handover.take(reference)
+        for lane in self.lanes:  # none, if its engine has died a moment ago
+            if reference in lane.ready:
+                self._take_ready(lane, reference)
+            elif reference in lane.others:
+                self._take_end(lane, reference)
+            elif reference == lane.beat:
+                self._take_beat(lane)
+            elif reference is lane.results:
+                self._take_result(lane)
+
+    def _take_ready(self, lane: Lane, reference: Any) -> None:
+        try:
+            node = self.hands.get(reference)
+        except Gone as gone:
+            self._died(lane, gone, " while it started")
+            return
+        lane.node = lane.node or node
+        lane.ready.remove(reference)
+        if not lane.ready:
+            lane.results, lane.others = self.hands.run(lane.engine)
+        lane.moved()
+        self._happened()
+
+    def _take_end(self, lane: Lane, reference: Any) -> None:
+        """A part of an engine runs for as long as the engine does."""
+        try:
+            self.hands.get(reference)
+        except Gone as gone:
+            self._died(lane, gone)
+        else:
+            self._died(lane, Gone("worker_killed", "a part of it ended by itself"))
+
+    def _take_beat(self, lane: Lane) -> None:
+        reference, lane.beat = lane.beat, None
+        try:
+            pulse = self.hands.get(reference)
+        except Gone:
+            return  # its stream tells
+        if pulse != lane.pulse:
+            lane.pulse = pulse
+            lane.moved()
+            self._happened()
+
+    def _take_result(self, lane: Lane) -> None:
+        try:
+            result = self.hands.following(lane.results)
+        except Gone as gone:
+            self._died(lane, gone)
+            return
+        lane.moved()
+        if (held := lane.held.pop(result.request_id, None)) is not None:
+            lane.answered += 1
+            self.barren = 0
+            self._answer(result, held[1])
+        self.handover.end_trial(lane)
+
+    def _answer(self, result: Result, setup: Setup | None = None) -> None:
+        request, video = self.handover.open.pop(result.request_id)
+        self._happened()
+        self.answered += 1
+        self.intake.answered(video)
+        turn = video.turn
+        turn.left -= 1
+        if setup == turn.wave.setup:
+            turn.results.append(result)
+        if not turn.left:
+            self.waves.through(turn.wave, turn.results)
+        attempts = self.handover.handed.pop(result.request_id, 0) or video.tries
+        draft = (setup or turn.wave.setup).draft
+        self.emit(Answer(request, video.frames_of(request), result, attempts, draft))
+
+    # -------------------------------------------------------------------------------------------------- what fails
+
+    def _died(self, lane: Lane, gone: Gone, when: str = "") -> None:
+        """An engine is gone: what it held is run again, as suspects, or with half the slots if its memory was full."""
+        trial, queue, setup = lane.trial, lane.queue, lane.setup
+        code, why = CODES.get(gone.code, gone.code), gone.why + when
+        slots = setup.max_num_seqs if setup is not None else lane.slots
+        full = code == "out_of_memory" and slots > 1
+        if full:
+            self._shrink(slots // 2)
+            why += f"; from now on {slots // 2} rows at a time"
+        held = self._replace(lane)
+        names = tuple(request.request_id for request in held)
+        self.deaths += 1
+        if full and trial is not None and held:
+            self.handover.suspects.put_back(replace(trial, requests=names))
+        elif full:
+            queue.extendleft(reversed(held))
+        elif (culprit := self.handover.suspects.died(names, trial)) is not None:
+            self._blame(culprit, code, why)
+        self.barren = 0 if held else self.barren + 1
+        if self.barren >= STARTS:
+            raise RunError(f"the engine is gone: {why}, {self.barren} times in a row; {RESUMES}")
+        self.handover.returned.extend(queue)
+        queue.clear()
+        told = f"engine {lane.number} is replaced: {why}; {len(held)} requests run again"
+        print(told, file=sys.stderr, flush=True)
+
+    def _shrink(self, slots: int) -> None:
+        """In all engines: what was planned is too much for one of them."""
+        self.waves.shrink(slots)
+        for lane in self.lanes:
+            lane.slots = min(lane.slots, slots)
+
+    def _replace(self, lane: Lane) -> list[Planned]:
+        self.hands.kill(lane.engine)
+        held = lane.lost()
+        self.start(lane)
+        return held
+
+    def _blame(self, culprit: str, code: str, why: str) -> None:
+        self.blamed += 1
+        message = f"an engine that had nobody else ended twice: {why}"
+        self._answer(Result(culprit, [], "", "error", error=RequestError(code, message)))
+        if self.blamed >= STARTS and self.blamed == self.answered:
+            raise RunError(f"each of the first {self.blamed} requests ended its engine: {why}; {RESUMES}")
+
+    def watch(self) -> None:
+        """Asks engines how far they are; ends those that don't move; ends the run if nothing does."""
+        now = time.monotonic()
+        if (asleep := now - self.looked) > 5:  # the driver was stopped, or storage kept it waiting
+            self.moved += asleep
+            for lane in self.lanes:
+                lane.alive += asleep
+        self.looked = now
+        for lane in self.lanes:
+            if not lane.up or not lane.held:
+                continue
+            if now - lane.alive > self.job.engine_timeout:
+                self._died(lane, Gone("engine_timeout", f"it had not moved for {self.job.engine_timeout:g} s"))
+            elif lane.beat is None and now - lane.asked > BEAT:
+                lane.asked, lane.beat = now, self.hands.pulse(lane.engine)
+        if now - self.moved > self.job.stall_timeout:
+            raise RunError(f"nothing has moved for {self.job.stall_timeout:g} s: {self._stalled()}; {RESUMES}")
+
+    def _happened(self) -> None:
+        self.moved = time.monotonic()
+
+    def _stalled(self) -> str:
+        """Which stage waits, and for what."""
+        starting = [str(lane.number) for lane in self.lanes if not lane.up]
+        stages = [
+            (self.intake.decoding, f"{len(self.intake.decoding)} videos wait for a CPU to decode on"),
+            (starting, f"engine {', '.join(starting)} waits for its start"),
+            (not self.intake.finished, "the next headers are being read"),
+        ]
+        return "; ".join(text for waits, text in stages if waits) + f"; {self.hands.free()}"

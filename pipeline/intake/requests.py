@@ -1,0 +1,175 @@
+"""From an input to planned requests, on one machine and from headers alone: which have no row yet, what their videos
+are. No frame is decoded, and Ray is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+from pipeline import storage
+from pipeline.config import Job, draft_of
+from pipeline.intake.identity import request_id
+from pipeline.intake.manifest import Manifest, open_manifest
+from pipeline.records import Failed, Found, Item, Pending, Planned, RequestError, UsageError, VideoInfo
+from pipeline.video.frame_plan import plan_frames
+from pipeline.video.probe import probe
+from pipeline.video.windows import Window, windows
+
+if TYPE_CHECKING:  # the records here are a driver's too, which does without PyTorch
+    from std_core.model.checkpoint import Checkpoint
+
+FIRST, MOST = 64, 1024  # requests that are looked at together
+
+Probed = Callable[[Set[str]], Mapping[str, VideoInfo | RequestError]]  # what is known of each video
+_Version = tuple[int | None, str | None]
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass
+class Requests:
+    """The input's requests, one pass, in its order.
+
+    Attributes:
+        ids: fingerprints of all that were seen so far, those with a row included; a repeated id is one request.
+        probed: reads headers.
+    """
+
+    items: Iterable[Item]
+    job: Job
+    revision: str
+    ids: set[bytes]
+    probed: Probed = field(default_factory=lambda: probed)
+
+    def without_row(self, done: Set[bytes]) -> Iterator[Pending]:
+        """Those that are not in `done`, which must not change meanwhile."""
+        for batch in _batches(self.items, 1024):
+            versions = storage.map_concurrently(_version, {item.video_uri for item in batch})
+            for pending in self._pending(batch, versions):
+                fingerprint = bytes.fromhex(pending.request_id)
+                if fingerprint not in self.ids:
+                    self.ids.add(fingerprint)
+                    if fingerprint not in done:
+                        yield pending
+
+    def _pending(self, batch: Sequence[Item], versions: Mapping[str, _Version]) -> Iterator[Pending]:
+        """The requests of some items: one each, or one per window."""
+        seconds = self.job.window_seconds
+        if seconds is None:
+            for item in batch:
+                yield Pending(self._id(item, *versions[item.video_uri]), item)
+            return
+        infos = self.probed({item.video_uri for item in batch if item.video_uri})
+        for item in batch:
+            info = infos.get(item.video_uri)
+            # a video that cannot be read fails as its first window, whose row takes the failed one's place later
+            found: Sequence[Window | None] = [None]
+            if isinstance(info, VideoInfo):
+                found = windows(info, self.job.frames, seconds, self.job.window_overlap)
+            for window in found:
+                start = (self.job.frames.video_start or 0.0) if window is None else window[0]
+                named = {"start": round(start, 6), "seconds": seconds, "overlap": self.job.window_overlap}
+                yield Pending(self._id(item, *versions[item.video_uri], named), item, window, info)
+
+    @cached_property
+    def sparse(self) -> dict[str, object] | None:
+        """Of `--mode sparse` the draft, which then makes the text; γ is no part of what it sees."""
+        draft = draft_of(self.job) if self.job.mode == "sparse" else None
+        return None if draft is None else {k: v for k, v in asdict(draft).items() if k != "gamma"}
+
+    def _id(self, item: Item, size: int | None, version: str | None, window: Mapping[str, object] | None = None) -> str:
+        return request_id(
+            video_uri=item.video_uri,
+            size=size,
+            version=version,
+            prompt=item.prompt,
+            model_revision=self.revision,
+            frames=self.job.frames,
+            sampling=self.job.sampling,
+            dtype=self.job.dtype,
+            given_id=item.given_id,
+            occurrence=item.occurrence,
+            sparse=self.sparse,
+            window=window,
+        )
+
+
+def window_of(job: Job, checkpoint: Checkpoint) -> int:
+    """Tokens that a request may have in all. Raises UsageError where more is asked for than the model has."""
+    if job.max_model_len and job.max_model_len > checkpoint.max_model_len:
+        raise UsageError(f"--max-model-len is {job.max_model_len}: the model's window is {checkpoint.max_model_len}")
+    return job.max_model_len or checkpoint.max_model_len
+
+
+def manifest_of(job: Job, prompts: Sequence[str]) -> Manifest:
+    """The input, looked at. Raises UsageError."""
+    return open_manifest(job.input, prompts, job.video_column or None, job.question_column or None)
+
+
+def probed(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
+    """What the headers of videos say, or why they cannot be read."""
+    return storage.map_concurrently(_probe, uris)
+
+
+def found(
+    pending: Iterable[Pending], job: Job, checkpoint: Checkpoint, probed: Probed = probed
+) -> Iterator[list[Found]]:
+    """All requests, planned or failed, in batches: small ones at first, so that engines begin early."""
+    rest, size = iter(pending), FIRST
+    while batch := list(islice(rest, size)):
+        size = min(MOST, 2 * size)
+        yield list(look(batch, job, checkpoint, probed))
+
+
+def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint, probed: Probed = probed) -> Iterator[Found]:
+    """Reads the headers of the videos, each once, and plans every request."""
+    infos = probed({p.item.video_uri for p in pool if p.item.video_uri and p.info is None})
+    for pending in pool:
+        info = pending.info or infos.get(pending.item.video_uri)
+        try:
+            yield _plan(pending, info, job, checkpoint)
+        except RequestError as error:
+            yield Failed(pending, error, info if isinstance(info, VideoInfo) else None)
+
+
+def _plan(pending: Pending, info: VideoInfo | RequestError | None, job: Job, checkpoint: Checkpoint) -> Planned:
+    if info is None or not pending.item.prompt:
+        missing = "video" if info is None else "question"
+        raise RequestError("invalid_request", f"the input names no {missing} in this row")
+    if isinstance(info, RequestError):
+        raise info
+    frames = plan_frames(info, job.frames, checkpoint.geometry, pending.window)
+    text = checkpoint.prompt_tokens(pending.item.prompt, len(frames.times), frames.fps, frames.times)
+    window = window_of(job, checkpoint)
+    if text + frames.tokens >= window:
+        raise RequestError(
+            "context_too_long",
+            f"{frames.tokens} visual tokens of {len(frames.times)} frames and {text} of the prompt leave no room in "
+            f"{window}: lower fps, max_frames, max_pixels or total_pixels",
+        )
+    return Planned(pending.request_id, pending.item, info, frames, text + frames.tokens, pending.window)
+
+
+def _probe(uri: str) -> VideoInfo | RequestError:
+    try:
+        return probe(uri)
+    except RequestError as error:
+        return error
+
+
+def _version(uri: str) -> tuple[int | None, str | None]:
+    """Size and version of a video; Nones where it cannot be looked at, for which the probe will find the reason."""
+    try:
+        found = storage.info(uri)
+    except RequestError:
+        return None, None
+    return found.size, found.version
+
+
+def _batches(values: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(values)
+    while batch := list(islice(rest, size)):
+        yield batch

@@ -1,0 +1,142 @@
+"""A survey of a job: its model without weights, its input, and what headers say of the videos. Needs PyTorch and
+transformers, which count the tokens of prompts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import islice
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+import torch
+
+from pipeline.config import Job, draft_of, model_path
+from pipeline.intake import requests
+from pipeline.intake.prefetch import Ahead, Source
+from pipeline.intake.requests import (
+    Probed,
+    Requests,
+    found,
+    manifest_of,
+    window_of,
+)
+from pipeline.intake.survey import Closing, Facts
+from pipeline.output.ledger import split
+from pipeline.records import (
+    Found,
+    RequestError,
+    RunError,
+    UsageError,
+)
+from pipeline.video import isolated_probe
+from std_core.cost_model.device_specs import device_at_hand
+from std_core.model.checkpoint import Checkpoint
+from std_core.model.tensor_parallel import undividable
+
+MADE = 4  # batches of headers that are read ahead
+
+
+class Survey:
+    """A job's model and input. Raises UsageError for what is wrong with them, or with the job's draft for the model.
+
+    Args:
+        probed: reads headers.
+    """
+
+    def __init__(self, job: Job, prompts: Sequence[str], probed: Probed = requests.probed):
+        self.probed = probed
+        self.job, self.checkpoint = job, _load(job)
+        _check_draft(job, self.checkpoint)
+        window = window_of(job, self.checkpoint)
+        manifest = manifest_of(job, prompts)
+        here = device_at_hand("cuda" if torch.cuda.is_available() else "cpu")
+        revision, account = self.checkpoint.revision, self.checkpoint.account(job.dtype)
+        self.facts = Facts(revision, window, account, self.checkpoint.draws, here, manifest.input_schema)
+        self._items, self.closing = manifest.items, Closing(0, 0)
+
+    def found(self, done: Set[bytes] = frozenset(), failed: Set[bytes] = frozenset()) -> Iterator[list[Found]]:
+        """As `Surveyor.begin` has it, in batches; `closing` is of what was read."""
+        items = islice(self._items(), self.job.limit)
+        every = Requests(items, self.job, self.facts.revision, set(), self.probed)
+        yield from found(every.without_row(done), self.job, self.checkpoint, self.probed)
+        self.closing = Closing(len(every.ids), len(every.ids & failed))
+
+
+class Here:
+    """A `Surveyor` whose work is done by a thread of this process."""
+
+    def __init__(self, job: Job, prompts: Sequence[str], probed: Probed = requests.probed):
+        self._survey = Survey(job, prompts, probed)
+        self.facts = self._survey.facts
+        self._ahead: Ahead[list[Found]] | None = None
+
+    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
+        batches = self._survey.found(frozenset(done), frozenset(failed))  # the sets may change meanwhile
+        self._ahead = Ahead(lambda put: _each(put, batches), MADE)
+        return self._ahead
+
+    @property
+    def closing(self) -> Closing:
+        return self._survey.closing
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+
+
+def _each(put: Callable[[list[Found]], None], batches: Iterable[list[Found]]) -> None:
+    for batch in batches:
+        put(batch)
+
+
+def _load(job: Job) -> Checkpoint:
+    """The job's checkpoint, without weights. Raises UsageError where it cannot be loaded, takes no video or cannot be
+    shared by so many GPUs."""
+    try:
+        checkpoint = Checkpoint.load(model_path(job.model))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not checkpoint.takes_video:
+        raise UsageError(f"model {job.model!r} is a {checkpoint.config.model_type}, which takes no video")
+    if why := undividable(checkpoint.config, job.tensor_parallel_size):
+        raise UsageError(f"--tensor-parallel-size is {job.tensor_parallel_size}: {why}")
+    return checkpoint
+
+
+def _check_draft(job: Job, checkpoint: Checkpoint) -> None:
+    """Raises UsageError for a second model that cannot draft for the job's."""
+    draft = draft_of(job)
+    if draft is not None and draft.model:
+        try:
+            Checkpoint.load(model_path(draft.model)).check_drafts_for(checkpoint)
+        except ValueError as error:
+            raise UsageError(f"--draft {job.draft}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------- a process of its own
+
+
+def serve(pipe: int) -> None:
+    """The process's whole life: facts, then batches, then the closing; an error in the place of what it was to say."""
+    connection = Connection(pipe)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver is gone
+        try:
+            _survey(connection)
+        except (UsageError, RequestError, RunError) as error:
+            connection.send(error)
+
+
+def _survey(connection: Connection) -> None:
+    job, prompts, wary = connection.recv()
+    with Here(job, prompts, isolated_probe.probed if wary else requests.probed) as here:
+        connection.send(here.facts)
+        done, failed = map(split, connection.recv())
+        found = here.begin(set(done), set(failed))
+        while not found.closed:
+            if batch := found.take(1.0):
+                connection.send(batch)
+        connection.send(here.closing)

@@ -1,0 +1,150 @@
+"""The plan as a run goes on: requests whose headers are read, until engines are handed them in waves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from pipeline.intake.prefetch import Source
+from pipeline.plan.history import History
+from pipeline.plan.settings import Setting
+from pipeline.plan.waves import misfit, plan
+from pipeline.records import (
+    Failed,
+    Found,
+    Pending,
+    Planned,
+    UsageError,
+    Wave,
+)
+from std_core.cost_model.profile import Device, Profile
+from std_core.types import Result
+
+POOL = 8192  # requests that a wave is chosen from: many more would be of no use, and looked through for each wave
+FRAMES = 2_000_000  # of theirs: the times of that many are 64 MB
+
+
+class Pool:
+    """`pipeline.driver.backend.Waves` of what `found` gives.
+
+    Args:
+        found: requests that are planned, and such as have failed before.
+        failed: gets each of the latter once, and those that no device is large enough for.
+        handed: gets each wave as it is taken.
+        profile_on: what is known of a device; raises UsageError.
+        setting: the job's; the number of engines comes with `begin`.
+    """
+
+    def __init__(
+        self,
+        found: Source[list[Found]],
+        failed: Callable[[Failed], None],
+        handed: Callable[[Wave], None],
+        profile_on: Callable[[Device], Profile],
+        setting: Setting,
+    ):
+        self._found, self._failed, self._handed, self._profile_on = found, failed, handed, profile_on
+        self.setting, self.history = setting, History()
+        self.profile: Profile | None = None
+        self._planned: deque[Planned] = deque()  # not looked at yet
+        self._pool: list[Planned] = []
+        self._frames = 0  # of the pool's
+        self._small: list[Failed] = []  # too large for the device, as long as all are
+        self._fitting = False  # whether any request was not
+        self._refused = -1  # size of the pool that was too small for a wave
+
+    def waiting(self) -> bool:
+        """Takes what was found within a second; whether there is nothing to run yet, but may be."""
+        self._sort(self._found.take(1.0) or [])
+        return not self._planned and not self._found.closed
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to run at this moment."""
+        return not self._planned and not self._pool
+
+    def begin(self, device: Device, engines: int) -> None:
+        """See `Waves`. Raises UsageError also where it is known by now that no request fits the device."""
+        self.profile, self.setting = self._profile_on(device), replace(self.setting, engines=engines)
+        self._fill()
+
+    @property
+    def closed(self) -> bool:
+        """See `Waves`."""
+        return self._found.closed and self.empty and not self._small
+
+    def take(self, hungry: bool) -> Wave | None:
+        """See `Waves`. Raises UsageError once it is known that no request fits the device."""
+        assert self.profile is not None, "begin comes first"
+        self._fill()
+        now = hungry or self._full or self._found.closed
+        if not self._pool or (not now and self._refused == len(self._pool)):
+            return None
+        waves = plan(self._pool, self.profile, self.history, 1, now, self.setting)
+        self._refused = len(self._pool)
+        for wave in waves:
+            self._hand_out(wave)
+        return waves[0] if waves else None
+
+    def through(self, wave: Wave, results: Sequence[Result]) -> None:
+        """See `Waves`."""
+        if results:
+            self.history = self.history.observed(wave, results)
+
+    def shrink(self, slots: int) -> None:
+        """See `Waves`."""
+        self.setting = replace(self.setting, max_num_seqs=min(slots, self.setting.max_num_seqs))
+
+    @property
+    def _full(self) -> bool:
+        return len(self._pool) >= POOL or self._frames >= FRAMES
+
+    def _hand_out(self, wave: Wave) -> None:
+        ids = {request.request_id for request in wave.requests}
+        self._pool = [request for request in self._pool if request.request_id not in ids]
+        self._frames -= sum(len(request.plan.times) for request in wave.requests)
+        self.history = self.history.issued(1)
+        self._handed(wave)
+
+    def _fill(self) -> None:
+        while not self._full:
+            if self._planned:
+                self._admit(self._planned.popleft())
+            elif found := self._found.take():
+                self._sort(found)
+            else:
+                break
+        if self._small and self._found.closed and self.empty and not self._fitting:
+            raise UsageError(self._small[-1].error.message)
+
+    def _sort(self, found: Sequence[Found]) -> None:
+        for one in found:
+            if isinstance(one, Failed):
+                self._failed(one)
+            else:
+                self._planned.append(one)
+
+    def _admit(self, request: Planned) -> None:
+        """What is too large for the device fails once there is something that is not."""
+        assert self.profile is not None
+        if error := misfit(request, self.profile, self.setting):
+            self._small.append(Failed(Pending(request.request_id, request.item, request.window), error, request.info))
+        else:
+            self._fitting = True
+            self._pool.append(request)
+            self._frames += len(request.plan.times)
+        if self._fitting:
+            for small in self._small:
+                self._failed(small)
+            self._small = []
+
+
+def fitting(found: Sequence[Planned], profile: Profile, setting: Setting) -> Iterator[Planned | Failed]:
+    """As `Pool` has it, of requests that are all there. Raises UsageError where none fits the device."""
+    errors = [misfit(request, profile, setting) for request in found]
+    if found and all(errors):
+        raise UsageError(next(e.message for e in reversed(errors) if e))
+    for request, error in zip(found, errors, strict=True):
+        pending = Pending(request.request_id, request.item, request.window)
+        yield Failed(pending, error, request.info) if error else request

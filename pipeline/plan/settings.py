@@ -1,0 +1,100 @@
+"""What a job says of its waves, and what a wave's requests come to in sums: what a choice is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.config import Job
+from pipeline.plan.history import kind_of
+from pipeline.records import Planned
+from std_core.cost_model.memory import Draws, Load
+from std_core.types import Draft
+
+STANDARD = Draft()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a job says of its waves.
+
+    Args:
+        max_num_seqs: slots at most.
+        draft: used ungated; None decodes densely; `auto` is a choice.
+        default: in the place of a choice where there is nothing to choose from.
+        engines: that share the work.
+        strict: tokens that each verification is padded to, if any.
+        draws: how tokens are drawn, as `Load` has it.
+    """
+
+    max_num_seqs: int = 8
+    max_tokens: int = 256
+    prefill_chunk: int = 2048
+    draft: Draft | Literal["auto"] | None = "auto"
+    default: Draft = STANDARD
+    engines: int = 1
+    strict: int = 0
+    draws: Draws = "greedy"
+
+    @property
+    def drawn(self) -> bool:
+        return self.draws != "greedy"
+
+
+def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
+    """A job's setting.
+
+    Args:
+        draft: as `draft_of` has it; a choice is left where `--draft` is `auto` and no number of a draft is given.
+        drawn: whether texts are drawn where the job does not say.
+    """
+    given = (job.gamma, job.keep, job.k) != (None, None, None)
+    greedy = not drawn if job.temperature is None else job.temperature == 0
+    free = job.draft == "auto" and job.mode == "std" and not given
+    return Setting(
+        job.max_num_seqs,
+        job.max_tokens,
+        draft="auto" if free else draft,
+        default=draft or Draft(),
+        strict=job.strict,
+        draws="greedy" if greedy else "fresh" if job.seed is None else "seeded",
+    )
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A wave's requests in sums: means in tokens, kinds of prompt with their numbers. `longest` has the most visual
+    tokens of any and the most text of any, since each of the two stores is as long as its longest row."""
+
+    count: int
+    context: float
+    visual: float
+    videos: int
+    longest: Load
+    kinds: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, requests: Sequence[Planned], setting: Setting) -> Mix:
+        count = len(requests)
+        visual, text = max(r.plan.tokens for r in requests), max(r.context - r.plan.tokens for r in requests)
+        kinds: dict[str, int] = {}
+        for request in requests:
+            kind = kind_of(request.item.prompt)
+            kinds[kind] = kinds.get(kind, 0) + 1
+        return cls(
+            count,
+            sum(r.context for r in requests) / count,
+            sum(r.plan.tokens for r in requests) / count,
+            len({(r.info.uri, r.plan.times) for r in requests}),
+            _load(visual + text, visual, setting),
+            tuple(sorted(kinds.items())),
+        )
+
+
+def load_of(request: Planned, setting: Setting) -> Load:
+    return _load(request.context, request.plan.tokens, setting)
+
+
+def _load(context: int, visual: int, setting: Setting) -> Load:
+    return Load(context, visual, setting.max_tokens, setting.prefill_chunk, setting.strict, setting.draws)

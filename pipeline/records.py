@@ -1,0 +1,294 @@
+"""The records that travel through the pipeline, and who fills them: the command line (`FrameOptions`), the manifest
+(`Item`), the probe (`VideoInfo`), the plan (`FramePlan`, `Wave`), the frames stage (`Frames`). A failure of one
+request is a `RequestError` with one of the output contract's codes; a `UsageError` ends a run before it starts (exit
+code 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from std_core.types import Draft, Pace, RequestError, Result
+
+__all__ = [
+    "ERROR_CODES",
+    "RESUMES",
+    "Candidate",
+    "Failed",
+    "Found",
+    "FrameOptions",
+    "FramePlan",
+    "Frames",
+    "Item",
+    "Pending",
+    "Planned",
+    "RequestError",
+    "RunError",
+    "UsageError",
+    "VideoInfo",
+    "Wave",
+]
+
+ERROR_CODES = frozenset(
+    {
+        "not_found",
+        "access_denied",
+        "storage_error",
+        "empty_file",
+        "not_a_video",
+        "no_video_stream",
+        "zero_frames",
+        "truncated_file",
+        "decode_error",
+        "decode_timeout",
+        "decode_crashed",
+        "too_large",
+        "too_few_frames",
+        "context_too_long",
+        "invalid_request",
+        "placeholder_mismatch",
+        "nan_logits",
+        "out_of_memory",
+        "worker_killed",
+        "engine_timeout",
+    }
+)
+
+RESUMES = "what is finished is written, and the same command resumes"
+
+
+class UsageError(Exception):
+    """Configuration or input is wrong; the message is one sentence that names what and where."""
+
+
+class RunError(Exception):
+    """A run ends before its time (exit code 1); what is written stays, and a rerun resumes. One sentence says why."""
+
+
+@dataclass(frozen=True)
+class FrameOptions:
+    """Which frames of a video are looked at, by Qwen's names.
+
+    Args:
+        fps: frames sampled per second; ignored where `nframes` is given.
+        nframes: frames sampled in all.
+        min_frames, max_frames: bounds of the number of frames sampled by `fps`.
+        min_pixels, max_pixels: bounds of a frame's size after the resize; the model's own where not given.
+        total_pixels: bound of all frames' pixels together.
+        video_start, video_end: the part of the video that is looked at, in seconds.
+    """
+
+    fps: float = 2.0
+    nframes: int | None = None
+    min_frames: int = 4
+    max_frames: int = 768
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.fps <= 0:
+            raise UsageError(f"fps is {self.fps}: it has to be above 0")
+        if self.nframes is not None and self.nframes < 1:
+            raise UsageError(f"nframes is {self.nframes}: at least one frame is needed")
+        if not 1 <= self.min_frames <= self.max_frames:
+            raise UsageError(f"min_frames {self.min_frames} and max_frames {self.max_frames}: 1 ≤ min ≤ max is needed")
+        for name in ("min_pixels", "max_pixels", "total_pixels"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UsageError(f"{name} is {value}: it has to be above 0")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise UsageError(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
+        if self.video_start is not None and self.video_start < 0:
+            raise UsageError(f"video_start is {self.video_start}: it has to be 0 or later")
+        if self.video_end is not None and self.video_end <= (self.video_start or 0):
+            raise UsageError(f"video_end {self.video_end} is not after video_start {self.video_start or 0}")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question about one video, as the input has it. `columns` are the manifest's own, carried to the output;
+    `given_id` is the manifest's own `request_id`; `occurrence` counts equal rows, from 0."""
+
+    video_uri: str
+    prompt: str
+    columns: dict[str, object] = field(default_factory=dict)
+    given_id: str | None = None
+    occurrence: int = 0
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """What the container's headers say. Sizes as displayed (after rotation); `exact` where `frames` can be trusted."""
+
+    uri: str
+    size_bytes: int
+    version: str  # ETag, or mtime; changes when the file does
+    container: str
+    codec: str
+    duration: float  # s
+    start: float  # s, first presentation time
+    frames: int
+    exact: bool
+    fps: float  # average
+    height: int
+    width: int
+    rotation: int  # degrees, counter-clockwise, as the display matrix has it: 0, 90, 180, 270
+
+
+@dataclass(frozen=True)
+class FramePlan:
+    """Which moments are decoded, and to which size; fixed before a frame is decoded."""
+
+    times: tuple[float, ...]  # s, presentation time from the start of the stream, ascending
+    height: int
+    width: int
+    fps: float  # frames per second of the sample
+    tokens: int  # visual tokens
+    windows: int = 1  # whose moments these are, where neighbours are decoded in one pass
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Decoded and resized frames of one video."""
+
+    pixels: np.ndarray  # (T, height, width, 3) uint8, RGB
+    pts: tuple[float, ...]  # s, of the frames that were found
+    fps: float  # sampled
+    frames_lost: int
+    rotation: int
+    decoder: str
+    shows: tuple[int, ...] = ()  # per planned moment the number of its frame, -1 where it is lost
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request whose context length is known: `context` is prompt and visual tokens together."""
+
+    request_id: str
+    item: Item
+    info: VideoInfo
+    plan: FramePlan
+    context: int
+    window: tuple[float, float] | None = None  # s, start and end of the part that it is about; None: what was chosen
+
+    @property
+    def footage(self) -> str:
+        """Names what requests that share frames have in common; no URI holds a NUL."""
+        if self.window is None:
+            return self.info.uri
+        return f"{self.info.uri}\0{self.window[0]:.6f}-{self.window[1]:.6f}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to decode a wave, and what is expected of it.
+
+    Args:
+        draft: None decodes densely.
+        acceptance: a, the probability that a drafted token is accepted if those before it are.
+        bytes: read per written token.
+        bound: how much faster than the dense loop's those bytes allow.
+        seconds: per request: decoding, selection, gather, a second model's prefill.
+        gain: the dense loop's seconds over these.
+        round_s: of a round, each row's share, before any correction by what was seen.
+        token_s: that a drafted token more would add to it.
+        memory: bytes by what they are for, at `slots` × the longest request.
+        pace: γ of each round, where it is free; else it is the draft's.
+    """
+
+    draft: Draft | None
+    slots: int
+    acceptance: float = 0.0
+    bytes: float = 0.0
+    bound: float = 1.0
+    seconds: float = 0.0
+    gain: float = 1.0
+    round_s: float = 0.0
+    token_s: float = 0.0
+    memory: tuple[tuple[str, float], ...] = ()
+    pace: Pace | None = None
+
+    @property
+    def widest(self) -> Draft | None:
+        """The draft with the largest γ that any of its rounds may have."""
+        if self.draft is None or self.pace is None:
+            return self.draft
+        return replace(self.draft, gamma=max(self.draft.gamma, self.pace.most))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine decodes: what drafts (None decodes densely), in how many slots, and how much in which round. The
+    last may change on the way: setups that differ in nothing else are alike."""
+
+    draft: Draft | None  # with the largest γ that any round may have
+    max_num_seqs: int
+    pace: Pace | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Wave:
+    """What an engine is handed: requests of like context length, in the order in which they enter its slots.
+
+    Args:
+        max_num_seqs: slots.
+        draft: what drafts; None decodes densely.
+        why: the ways that were weighed, the chosen one first, the others by what is expected of them.
+    """
+
+    requests: tuple[Planned, ...]
+    max_num_seqs: int
+    draft: Draft | None = None
+    why: tuple[Candidate, ...] = ()
+
+    @property
+    def pace(self) -> Pace | None:
+        """γ of each round, where that is not the draft's own throughout."""
+        return self.why[0].pace if self.why else None
+
+    @property
+    def setup(self) -> Setup:
+        draft = self.why[0].widest if self.why else self.draft
+        return Setup(draft, self.max_num_seqs, self.pace)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a row is made of. `frames` is None where they failed; `attempts` counts the engines that the request was
+    handed to or, where there was none, the tries to decode it; `draft` is the last engine's."""
+
+    request: Planned
+    frames: Frames | None
+    result: Result
+    attempts: int
+    draft: Draft | None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A request that has no row yet; `window` (s) where it is about a part of a long video, whose headers were read
+    already to know how many there are."""
+
+    request_id: str
+    item: Item
+    window: tuple[float, float] | None = None
+    info: VideoInfo | RequestError | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that is known to fail before a frame is decoded; `info` is None where the video could not be read."""
+
+    pending: Pending
+    error: RequestError
+    info: VideoInfo | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.pending.request_id
+
+
+Found = Planned | Failed

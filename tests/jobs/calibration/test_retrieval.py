@@ -1,0 +1,42 @@
+"""Retrieval by drafts that nothing verifies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs.calibration import measure, retrieval
+from jobs.suites.acceptance.subjects import engine_of
+from std_core.types import Draft
+
+
+def test_the_demo_model_finds_scenes_with_most_of_a_clip_and_not_with_its_end(tmp_path: Path) -> None:
+    engine = engine_of("demo", tmp_path, 1)
+    most, end = Draft("std", keep=0.8, gamma=3), Draft("window", keep=0.02, gamma=3)
+    found = retrieval.measured(engine, [most, end], 384)
+    assert {r.asked for r in found.values()} == {retrieval.SUBJECTS * retrieval.ASKED}
+    assert found[most].dense >= 29 and found[most].enough
+    assert found[end].sparse < 20 and not found[end].enough
+
+
+def test_keys_are_told_once_each_somewhere_in_the_prose_and_asked_for_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of("llama", tmp_path, 1)
+    asked = retrieval.questions(engine.checkpoint, 300)
+    assert len(asked) == retrieval.SUBJECTS * retrieval.ASKED
+    for question in asked:
+        text = engine.checkpoint.tokenizer.decode(question.inputs.ids[0])
+        door = text.split()[-3]
+        assert text.count(f"The key of the {door} door is {question.answer}.") == 1
+        assert text.endswith(f"The key of the {door} door is") and len(question.inputs.ids[0]) > 300
+    one = retrieval.measured(engine, [Draft("std", keep=0.5)], 300)
+    assert all(0 <= r.sparse <= r.asked for r in one.values())
+
+
+def test_a_calibration_tries_the_drafts_that_may_stand_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measure.GIGABYTES, "cpu", 0.02)
+    grid = measure.Grid([300], [1], measure.presets("std,ngram"), 3, 1, retrieval=True)
+    std, ngram = measure.measure("llama", "cpu", "float32", grid, 1).drafts
+    assert [r.context for r in std.retrieved] == [300] and not ngram.retrieved

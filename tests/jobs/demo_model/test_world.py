@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import io
+import itertools
+import random
+
+import av
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.demo_model import world
+
+
+@given(st.integers(1, 12), st.integers(0, 10_000))
+def test_neighbours_can_be_told_apart_and_every_word_is_the_worlds(count: int, seed: int) -> None:
+    scenes = world.draw_scenes(random.Random(seed), count)
+    assert len(scenes) == count
+    assert all((a.kind, a.colour) != (b.kind, b.colour) for a, b in itertools.pairwise(scenes))
+    assert world.right_clauses(scenes, world.caption(scenes)) == (count, count)
+    assert len(world.questions(scenes)) == 4 * count + 1
+
+
+def test_a_clause_is_right_only_with_its_place_and_all_attributes() -> None:
+    a, b = world.Scene("small", "red", "ring", "moves up"), world.Scene("large", "blue", "cross", "stays still")
+    right = world.caption((a, b))
+    assert world.right_clauses((a, b), right) == (2, 2)
+    assert world.right_clauses((b, a), right) == (0, 2)
+    assert world.right_clauses((a, b), right.replace("Scene 2", "Scene 3")) == (1, 2)
+    assert world.right_clauses((a, b), right.replace("small", "large")) == (1, 2)
+    assert world.right_clauses((a, b), "") == (0, 2)
+    assert world.right_clauses((a,), right) == (1, 2)  # a scene too many
+
+
+@pytest.mark.parametrize("kind", world.KINDS)
+def test_kinds_look_different(kind: str) -> None:
+    def shape(of: str) -> torch.Tensor:
+        scene, one = [world.Scene("large", "white", of, "stays still")], torch.tensor([1])
+        return world.paint(scene, one, torch.tensor([0.5]), torch.tensor([[0.5, 0.5]]), torch.zeros(1, 3), 84, 84) > 127
+
+    for other in set(world.KINDS) - {kind}:
+        assert (shape(kind) != shape(other)).float().mean() > 0.02
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from(world.CLIP_SIZES))
+def test_a_shape_stays_in_the_frame_and_moves_as_it_says(seed: int, size: tuple[int, int]) -> None:
+    rng = random.Random(seed)
+    (scene,) = world.draw_scenes(rng, 1)
+    frames = world.paint(
+        [scene] * 3,
+        torch.ones(3, dtype=torch.long),
+        torch.tensor([0.0, 0.5, 1.0]),
+        torch.tensor([world.place(rng, scene)] * 3),
+        torch.zeros(3, 3),
+        *size,
+    )
+    slate = round(size[0] * world.SLATE_HEIGHT)
+    seen = frames[:, :, slate:].amax(1) > 8
+    centres, areas = [], []
+    for image in seen:
+        y, x = np.nonzero(image.numpy())
+        areas.append(len(x))
+        centres.append((x.mean(), y.mean()))
+    assert min(areas) > 0.9 * max(areas)  # a large triangle's tip may leave it
+    dx, dy = world.MOTIONS[scene.motion]
+    moved = np.sign(np.round((np.array(centres[2]) - np.array(centres[0])) / 4))
+    assert moved.tolist() == [dx, dy]
+
+
+def test_a_clip_is_h264_and_the_same_for_the_same_seed() -> None:
+    scenes, data = world.write_clip(7, 3)
+    assert (scenes, data) == world.write_clip(7, 3)
+    with av.open(io.BytesIO(data)) as container:
+        stream = container.streams.video[0]
+        assert stream.codec_context.name == "h264"
+        assert len(list(container.decode(stream))) == 3 * world.SCENE_SECONDS * 8
+
+
+def test_a_long_clips_scenes_are_the_short_ones_again_and_again() -> None:
+    scenes, short = world.write_clip(11, 2, (64, 64), 2)
+    same, long = world.write_clip(11, 2, (64, 64), 2, repeats=5)
+    assert same == scenes
+
+    def shown(data: bytes) -> np.ndarray:
+        with av.open(io.BytesIO(data)) as container:
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(int)
+
+    once, often = shown(short), shown(long)
+    assert len(often) == 5 * len(once) == 5 * 2 * world.SCENE_SECONDS * 2
+    for scene in range(2):
+        for turn in range(5):
+            got = often[20 * scene + 4 * turn :][:4]
+            assert np.abs(got - once[4 * scene :][:4]).mean() < 4
+
+
+@pytest.mark.parametrize("size", world.CLIP_SIZES)
+def test_a_slate_tells_every_scene_by_number_in_the_file(size: tuple[int, int]) -> None:
+    _, data = world.write_clip(3, world.MAX_SCENES, size, 2)
+    with av.open(io.BytesIO(data)) as container:
+        frames = [frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)]
+    inks = np.array([world.COLOURS[name] for name in world.SLATE])
+    stripe = size[0] * world.SLATE_HEIGHT / 2
+    read = []
+    for frame in frames:
+        middles = np.stack([frame[round(stripe * (k + 0.5))].mean(0) for k in (0, 1)])
+        high, low = np.abs(middles[:, None] - inks).sum(-1).argmin(1)
+        read.append(4 * high + low + 1)
+    assert read == [k for k in range(1, world.MAX_SCENES + 1) for _ in range(len(frames) // world.MAX_SCENES)]

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from datetime import datetime, timezone
+from decimal import Decimal
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import storage
+from pipeline.config import Job
+from pipeline.intake import manifest
+from pipeline.intake.manifest import open_manifest
+from pipeline.output import rows
+from pipeline.output.schema import output_schema, to_table
+from pipeline.records import (
+    Failed,
+    Item,
+    Pending,
+    RequestError,
+    UsageError,
+)
+
+ROWS = [
+    {"video": "a.mp4", "question": "Who?", "score": 1.5, "n": 1},
+    {"video": "sub/b.mp4", "question": "Where?", "score": None, "n": 2},
+    {"video": "/abs/c.mp4", "question": "When?\nAnd, why?", "score": 2.5, "n": 3},
+    {"video": "s3://other/d.mp4", "question": "Who?", "score": 0.5, "n": 4},
+]
+FORMATS = ["parquet", "csv", "jsonl"]
+
+
+def write(folder: str, format_: str, rows: list[dict[str, Any]], name: str = "m") -> str:
+    uri = storage.join(folder, f"{name}.{format_}")
+    if format_ == "parquet":
+        stream = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows), stream)
+        storage.put(uri, stream.getvalue().to_pybytes())
+    elif format_ == "jsonl":
+        storage.put(uri, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    else:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        storage.put(uri, text.getvalue().encode())
+    return uri
+
+
+def items(uri: str, *prompts: str, **columns: str) -> list[Item]:
+    return list(open_manifest(uri, prompts, **columns).items())
+
+
+def usage(uri: str, *prompts: str, **columns: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        open_manifest(uri, prompts, **columns)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def touch(folder: str, *names: str) -> None:
+    for name in names:
+        storage.put(storage.join(folder, name), b"x")
+
+
+# --- videos without columns
+
+
+def test_every_video_of_a_folder_answers_every_prompt(folder: str) -> None:
+    touch(folder, "b.mp4", "a.MKV", "sub/c.webm", "notes.txt", ".h.mp4")
+    found = items(folder, "What?", "Who?")
+    uris = [storage.join(folder, name) for name in ("a.MKV", "b.mp4", "sub/c.webm")]
+    assert [(item.video_uri, item.prompt) for item in found] == [(u, p) for u in uris for p in ("What?", "Who?")]
+    assert all(item.columns == {} and item.given_id is None and item.occurrence == 0 for item in found)
+    assert open_manifest(folder, ["x"]).input_schema == pa.schema([])
+
+
+def test_a_glob_and_a_single_video(folder: str) -> None:
+    touch(folder, "a.mp4", "b.mov", "c.txt", "x/d.bin", "odd [1], {2}.mp4")
+    assert len(items(storage.join(folder, "?.{mp4,mov}"), "p")) == 2
+    assert len(items(storage.join(folder, "**"), "p")) == 3
+    assert len(items(storage.join(folder, "x/*.bin"), "p")) == 1
+    assert [i.video_uri for i in items(storage.join(folder, "x/d.bin"), "p")] == [storage.join(folder, "x/d.bin")]
+    assert len(items(storage.join(folder, "odd [1], {2}.mp4"), "p")) == 1
+
+
+def test_the_same_prompt_twice_is_two_requests(folder: str) -> None:
+    touch(folder, "a.mp4")
+    assert [item.occurrence for item in items(folder, "p", "q", "p")] == [0, 0, 1]
+
+
+def test_a_list_of_videos(folder: str) -> None:
+    storage.put(storage.join(folder, "l/list.txt"), "\ufeffa b.mp4\r\n\n../#1.mp4\ns3://o/c.mp4\n/d.mp4".encode())
+    found = [item.video_uri for item in items(storage.join(folder, "l/list.txt"), "p")]
+    assert found == [storage.join(folder, "l/a b.mp4"), storage.join(folder, "#1.mp4"), "s3://o/c.mp4", "/d.mp4"]
+
+
+def test_what_is_not_there(folder: str) -> None:
+    gone = storage.join(folder, "nobody")
+    assert usage(gone, "p") == f"{gone}: there is no such file or folder"
+    assert usage(gone + ".csv", "p") == f"{gone}.csv: there is no such file"
+    assert "no file matches" in usage(storage.join(folder, "*.mp4"), "p")
+    touch(folder, "notes.md", ".x.mp4", "empty.txt")
+    storage.put(storage.join(folder, "blank.txt"), b"\n\n")
+    assert "no video" in usage(folder, "p")
+    assert "no video" in usage(storage.join(folder, "blank.txt"), "p")
+    assert "prompt" in usage(folder)
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    assert "no video" in usage(str(tmp_path), "p")
+
+
+# --- tables
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_rows_with_questions(folder: str, format_: str) -> None:
+    opened = open_manifest(write(folder, format_, ROWS), ["not asked"])
+    found = list(opened.items())
+    assert [item.prompt for item in found] == [row["question"] for row in ROWS]
+    assert [item.video_uri for item in found] == [
+        storage.join(folder, "a.mp4"), storage.join(folder, "sub/b.mp4"), "/abs/c.mp4", "s3://other/d.mp4",
+    ]  # fmt: skip
+    assert opened.input_schema == pa.schema(
+        {"video": pa.string(), "question": pa.string(), "score": pa.float64(), "n": pa.int64()}
+    )
+    assert [item.columns for item in found] == ROWS
+    assert list(opened.items()) == found
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_rows_without_questions_answer_the_prompts(folder: str, format_: str) -> None:
+    uri = write(folder, format_, [{"path": "a.mp4", "tag": "x"}, {"path": "b.mp4", "tag": "y"}])
+    assert [(i.columns["tag"], i.prompt) for i in items(uri, "p", "q")] == [
+        ("x", "p"),
+        ("x", "q"),
+        ("y", "p"),
+        ("y", "q"),
+    ]
+    assert "question column" in usage(uri)
+
+
+def test_columns_are_found_in_order_or_by_name(tmp_path: Path) -> None:
+    uri = write(
+        str(tmp_path), "csv", [{"url": "/u", "video": "/v", "clip": "/c", "prompt": "p", "question": "q", "ask": "a"}]
+    )
+    assert [(i.video_uri, i.prompt) for i in items(uri)] == [("/v", "q")]
+    assert [(i.video_uri, i.prompt) for i in items(uri, video_column="clip", question_column="ask")] == [("/c", "a")]
+    assert set(items(uri)[0].columns) == {"url", "video", "clip", "input_prompt", "question", "ask"}
+
+
+def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
+    uri = write(str(tmp_path), "csv", [{"video_file": "/u", "questions": "q"}])
+    text = usage(uri, video_column="video_fil")
+    assert "'video_fil'" in text
+    assert "it has video_file, questions" in text
+    assert "nearest is 'video_file'" in text
+    assert "video_file, questions" in usage(uri, "p")
+    assert "nearest is 'questions'" in usage(uri, video_column="video_file", question_column="question")
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_own_ids_and_equal_rows(folder: str, format_: str) -> None:
+    rows = [{"video": "a", "question": "q", "request_id": own} for own in ("007", "1", "007")]
+    found = items(write(folder, format_, rows))
+    assert [(i.given_id, i.occurrence) for i in found] == [("007", 0), ("1", 0), ("007", 1)]
+    assert [i.columns["input_request_id"] for i in found] == ["007", "1", "007"]
+    equal = items(write(folder, format_, [{"video": "a", "question": q} for q in "qqpq"], "equal"))
+    assert [(i.prompt, i.occurrence) for i in equal] == [("q", 0), ("q", 1), ("p", 0), ("q", 2)]
+
+
+def test_names_that_look_like_numbers_and_dates_stay_text(tmp_path: Path) -> None:
+    rows = [{"video": "0012", "question": "2024-01-01"}, {"video": "0013", "question": "2024-01-02"}]
+    for format_ in FORMATS:
+        found = items(write(str(tmp_path), format_, rows))
+        assert [Path(i.video_uri).name for i in found] == ["0012", "0013"]
+        assert [i.prompt for i in found] == ["2024-01-01", "2024-01-02"]
+
+
+def test_numbered_ids_are_text(tmp_path: Path) -> None:
+    rows = [{"video": "a", "question": "q", "request_id": 7}]
+    assert [items(write(str(tmp_path), f, rows))[0].given_id for f in FORMATS] == ["7", "7", "7"]
+
+
+def test_questions_on_one_video_come_together(tmp_path: Path) -> None:
+    rows = [{"video": f"{i % 3}.mp4", "question": f"q{i}"} for i in range(9)]
+    found = items(write(str(tmp_path), "parquet", rows))
+    assert [item.prompt for item in found] == [f"q{i}" for i in (0, 3, 6, 1, 4, 7, 2, 5, 8)]
+
+
+def test_cells_without_a_video_or_a_question_become_items_that_fail(tmp_path: Path) -> None:
+    rows = [{"video": None, "question": "q"}, {"video": "a", "question": None}, {"video": "a", "question": "q"}]
+    for format_ in ("parquet", "jsonl"):
+        found = items(write(str(tmp_path), format_, rows))
+        assert [(i.video_uri, i.prompt) for i in found] == [
+            ("", "q"),
+            (str(tmp_path / "a"), ""),
+            (str(tmp_path / "a"), "q"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("m.parquet", b"not parquet", "cannot be read"),
+        ("m.parquet", b"", "cannot be read"),
+        ("m.jsonl", b'{"video": "a"}\n{"video', "cannot be read"),
+        ("m.jsonl", b'{"video": 1}\n{"video": "a"}\n', "cannot be read"),
+        ("m.jsonl", b"", "cannot be read"),
+        ("m.jsonl", b'{"video": ["a"]}\n', "holds list<item: string>, not text"),
+        ("m.csv", b"", "cannot be read"),
+        ("m.csv", b"video,question\n", "no rows"),
+        ("m.csv", b"video,question\na\n", "cannot be read"),
+        ("m.csv", b"video,video\na,b\n", "more than one column video"),
+        ("m.csv", b"video\n\xff\xfe\n", "holds binary, not text"),
+        ("m.txt", b"\xff\xfe\n", "cannot be read"),
+    ],
+)
+def test_broken_manifests_are_one_sentence(folder: str, name: str, data: bytes, said: str) -> None:
+    uri = storage.join(folder, name)
+    storage.put(uri, data)
+    text = usage(uri, "p")
+    assert uri in text
+    assert said in text
+
+
+def test_columns_of_all_types_arrive_in_the_output_unchanged(tmp_path: Path) -> None:
+    late = datetime(2024, 5, 6, 7, 8, 9, 123456, tzinfo=timezone.utc)
+    columns = {
+        "video": pa.array(["a", "b"], pa.large_string()),
+        "words": pa.array(["x", None], pa.string()),
+        "kind": pa.array(["u", "v"]).dictionary_encode(),
+        "nothing": pa.nulls(2),
+        "flag": pa.array([True, None]),
+        "tiny": pa.array([1, None], pa.uint8()),
+        "half": pa.array([1.5, None], pa.float32()),
+        "money": pa.array([Decimal("1.10"), None], pa.decimal128(10, 2)),
+        "bytes": pa.array([b"\0\xff", None], pa.binary()),
+        "day": pa.array([late.date(), None], pa.date32()),
+        "at": pa.array([late, None], pa.timestamp("us", "Europe/Berlin")),
+        "at_ns": pa.array([1_714_979_289_123_456_789, None], pa.timestamp("ns", "UTC")),
+        "took_ns": pa.array([123, None], pa.duration("ns")),
+        "tags": pa.array([["x", None], None], pa.list_(pa.string())),
+        "box": pa.array([{"x": 1, "y": [1.5]}, None], pa.struct({"x": pa.int16(), "y": pa.list_(pa.float32())})),
+        "pairs": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int32())),
+        "status": pa.array([1, 2], pa.int8()),
+    }
+    table = pa.table(columns, metadata={"pandas": "{}"})
+    pq.write_table(table, tmp_path / "m.parquet")
+    opened = open_manifest(str(tmp_path / "m.parquet"), ["p"])
+    rows = [item.columns for item in opened.items()]
+    carried = to_table(rows, output_schema(opened.input_schema)).select(opened.input_schema.names)
+    assert carried.equals(table.rename_columns([*table.column_names[:-1], "input_status"]))
+
+
+def test_types_hold_for_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_ROW_BYTES", 200)  # so that the first block says nothing about the last
+    rows = [
+        {"video": "a", "question": "q", "x": i if i < 99 else 1.5, "y": None if i < 99 else "z"} for i in range(100)
+    ]
+    for format_ in ("csv", "jsonl"):
+        opened = open_manifest(write(str(tmp_path), format_, rows))
+        found = list(opened.items())
+        assert opened.input_schema.field("x").type == pa.float64()
+        assert opened.input_schema.field("y").type == pa.string()
+        assert (found[0].columns["x"], found[99].columns["x"], found[99].columns["y"]) == (0.0, 1.5, "z")
+
+
+def test_long_manifests_are_read_as_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = pa.table({"video": [f"{i}.mp4" for i in range(50_000)], "question": ["q"] * 50_000})
+    pq.write_table(table, tmp_path / "m.parquet", row_group_size=5000)
+    seen = []
+    rows = manifest._rows
+    monkeypatch.setattr(manifest, "_rows", lambda batch, *rest: seen.append(batch.num_rows) or rows(batch, *rest))
+    stream = open_manifest(str(tmp_path / "m.parquet")).items()
+    assert len(list(islice(stream, 100))) == 100
+    assert sum(seen) <= 8192
+    assert 100 + sum(1 for _ in stream) == 50_000
+
+
+_NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8)
+
+
+@given(st.lists(st.tuples(_NAMES, _NAMES), min_size=1, max_size=20))
+def test_no_row_is_lost_or_made_up(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]) -> None:
+    folder = str(tmp_path_factory.mktemp("m"))
+    table = [{"video": "/v" + video, "question": question, "row": i} for i, (video, question) in enumerate(rows)]
+    for format_ in FORMATS:
+        found = items(write(folder, format_, table))
+        assert sorted(item.columns["row"] for item in found) == list(range(len(rows)))
+        keys = [(item.video_uri, item.prompt, item.occurrence) for item in found]
+        assert len(set(keys)) == len(rows)
+        for item in found:
+            assert item.prompt == rows[item.columns["row"]][1]
+
+
+def test_credentials_are_handed_to_storage_and_to_nothing_else(tmp_path: Path) -> None:
+    signed = "https://who:secret@host/a.mp4?x=2&X-Amz-Signature=secret"
+    (tmp_path / "m.csv").write_text(f"url,question\n{signed},What?\n")
+    [item] = open_manifest(str(tmp_path / "m.csv")).items()
+    assert item.video_uri == signed
+    assert item.columns == {"url": "https://host/a.mp4?x=2", "question": "What?"}
+    failure = Failed(Pending("1", item), RequestError("not_found", "gone"))
+    row = rows.failed(rows.Provenance(Job(), "r", None), failure)
+    assert row["video_uri"] == "https://host/a.mp4?x=2"
+    assert "secret" not in str(row)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.demo_model import model, world
+from pipeline.config import Job
+from pipeline.intake.requests import (
+    FIRST,
+    MOST,
+    Requests,
+    found,
+    look,
+    window_of,
+)
+from pipeline.job import main
+from pipeline.records import (
+    Failed,
+    FrameOptions,
+    Item,
+    Pending,
+    Planned,
+    UsageError,
+)
+from std_core.model.checkpoint import Checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("model")
+    words = model.tokenizer()
+    model.build("demo", words).config.save_pretrained(folder)
+    model.processor(words).save_pretrained(folder)
+    return Checkpoint.load(str(folder))
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
+    path.write_bytes(world.write_clip(0, 2)[1])
+    return str(path)
+
+
+def test_a_model_that_takes_no_video_is_refused_before_anything_starts(
+    families: Callable[[str], Path], clip: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--input", clip, "--output", str(tmp_path / "out"), "--model", str(families("llama"))]
+    for extra in ([], ["--dry-run"]):
+        assert main([*argv, *extra], "caption_archive.py") == 2
+        assert capsys.readouterr().err.splitlines()[-1].endswith("is a llama, which takes no video")
+    assert not (tmp_path / "out").exists()
+
+
+def ids(items: list[Item], job: Job, done: frozenset[bytes] = frozenset()) -> list[str]:
+    return [p.request_id for p in Requests(items, job, "r", set()).without_row(done)]
+
+
+def test_requests_are_named_by_what_changes_their_text(clip: str) -> None:
+    items = [Item(clip, "a"), Item(clip, "b"), Item(clip, "a", occurrence=1), Item("/nowhere.mp4", "a")]
+    names = ids(items, Job())
+    assert len(set(names)) == 4
+    assert ids(items, Job(draft="random", mode="dense", gamma=2, max_num_seqs=1, rows_per_part=3)) == names
+    for other in (Job(max_tokens=7), Job(dtype="bfloat16"), Job(frames=FrameOptions(fps=1.0))):
+        assert not set(ids(items, other)) & set(names)
+
+
+def test_what_has_a_row_is_left_out_and_a_repeated_id_is_one_request(clip: str) -> None:
+    items = [Item(clip, "a", given_id="7"), Item(clip, "b"), Item(clip, "a", given_id="7")]
+    names = ids(items, Job())
+    assert len(names) == 2
+    requests = Requests(items, Job(), "r", set())
+    assert [p.request_id for p in requests.without_row({bytes.fromhex(names[0])})] == names[1:]
+    assert requests.ids == {bytes.fromhex(name) for name in names}
+
+
+def test_a_context_is_the_prompt_and_the_visual_tokens(clip: str, checkpoint: Checkpoint) -> None:
+    pool = [Pending("1", Item(clip, "Describe this video."))]
+    [planned] = look(pool, Job(), checkpoint)
+    assert isinstance(planned, Planned)
+    assert planned.context == planned.plan.tokens + checkpoint.prompt_tokens("Describe this video.")
+    [too_long] = look(pool, Job(max_model_len=planned.context), checkpoint)
+    assert isinstance(too_long, Failed)
+    assert too_long.error.code == "context_too_long"
+    assert too_long.info == planned.info
+    assert isinstance(next(look(pool, Job(max_model_len=planned.context + 1), checkpoint)), Planned)
+
+
+def test_every_request_is_planned_or_fails(clip: str, checkpoint: Checkpoint) -> None:
+    items = [Item(clip, "a"), Item("", "a"), Item(clip, ""), Item("/nowhere.mp4", "a"), Item(clip, "b")]
+    pool = [Pending(str(i), item) for i, item in enumerate(items)]
+    [batch] = found(pool, Job(), checkpoint)
+    assert [one.request_id for one in batch if isinstance(one, Planned)] == ["0", "4"]
+    assert {one.pending.request_id: one.error.code for one in batch if isinstance(one, Failed)} == {
+        "1": "invalid_request",
+        "2": "invalid_request",
+        "3": "not_found",
+    }
+
+
+def test_no_window_beyond_the_models_own(checkpoint: Checkpoint) -> None:
+    assert window_of(Job(), checkpoint) == checkpoint.max_model_len
+    with pytest.raises(UsageError, match="--max-model-len"):
+        window_of(Job(max_model_len=checkpoint.max_model_len + 1), checkpoint)
+
+
+def test_a_texts_draft_is_part_of_its_identity_only_where_it_makes_the_text(tmp_path: Path) -> None:
+    def ids(**settings: Any) -> set[str]:
+        job = Job(input=str(tmp_path), **settings)
+        items = [Item(str(tmp_path / "a.mp4"), "?")]
+        return {p.request_id for p in Requests(items, job, "1", set()).without_row(frozenset())}
+
+    assert ids() == ids(draft="random") == ids(mode="dense") == ids(gamma=2)
+    sparse = ids(mode="sparse")
+    assert sparse != ids() and sparse == ids(mode="sparse", gamma=2)
+    assert sparse != ids(mode="sparse", keep=0.5)
+    assert sparse != ids(mode="sparse", draft="teal")
+
+
+def test_few_headers_are_read_before_the_first_requests_are_known_and_never_very_many(
+    clip: str, checkpoint: Checkpoint
+) -> None:
+    taken = 0
+
+    def pending() -> Iterator[Pending]:
+        nonlocal taken
+        for taken in range(1, 3001):
+            yield Pending(str(taken), Item(clip, "a"))
+
+    batches = found(pending(), Job(), checkpoint)
+    sizes = [len(next(batches))]
+    assert taken == sizes[0] == FIRST
+    sizes += [len(batch) for batch in batches]
+    assert sum(sizes) == 3000 and max(sizes) <= MOST
+
+
+def test_a_request_that_was_seen_costs_little(tmp_path: Path) -> None:
+    """A driver remembers 16 bytes of each of a million requests, whatever Python makes of them."""
+    count = 4000
+    items = (Item(str(tmp_path / "none.mp4"), f"question {i}") for i in range(count))
+    requests = Requests(items, Job(), "r", set())
+    tracemalloc.start()
+    for _ in requests.without_row(frozenset()):
+        pass
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(requests.ids) == count
+    assert kept / count < 180

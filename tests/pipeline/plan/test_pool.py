@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.plan import pool as pool_module
+from pipeline.plan.pool import Pool, fitting
+from pipeline.plan.settings import Setting
+from pipeline.records import (
+    Failed,
+    Found,
+    FramePlan,
+    Item,
+    Pending,
+    Planned,
+    RequestError,
+    UsageError,
+    VideoInfo,
+    Wave,
+)
+from std_core.cost_model.account import Account
+from std_core.cost_model.profile import Accepted, Cost, Device, Profile, Tried
+from std_core.types import Draft, Result
+
+LLAMA = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=8_030_000_000)
+GPU = Device("A100", "cuda", 2e12, 80e9, 312e12)
+FLAT = Cost(1.0, 1e-3)
+GOOD = Tried(Draft("std", weights="int4"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (90,), (10,)),))
+POOR = Tried(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (60,), (40,)),))
+PROFILE = Profile(GPU, "m", "bfloat16", LLAMA, FLAT, (0.0, 1e-4, 0.0), 1e-5, (GOOD, POOR))
+HUGE = 10_000_000  # tokens that no device holds
+
+
+def request(number: int, context: int = 4000, video: int | None = None, frames: int = 1) -> Planned:
+    uri = f"v{number if video is None else video}.mp4"
+    info = VideoInfo(uri, 1, "1", "mp4", "h264", 1.0, 0.0, 8, True, 8.0, 56, 56, 0)
+    plan = FramePlan(tuple(map(float, range(frames))), 56, 56, 1.0, context)
+    return Planned(str(number), Item(uri, "Describe."), info, plan, context)
+
+
+def failure(number: int) -> Failed:
+    return Failed(Pending(str(number), Item("w.mp4", "?")), RequestError("not_found", "w.mp4 is not there"))
+
+
+class Made:
+    """`Ahead` whose thread is the test: what was made so far can be taken."""
+
+    def __init__(self, batches: list[list[Found]], ready: int | None = None):
+        self.batches = deque(batches)
+        self.ready = len(batches) if ready is None else ready
+
+    @property
+    def closed(self) -> bool:
+        return not self.batches
+
+    def take(self, seconds: float = 0.0) -> list[Found] | None:
+        if not self.ready or not self.batches:
+            return None
+        self.ready -= 1
+        return self.batches.popleft()
+
+
+class Seen:
+    """A pool, and what it handed on."""
+
+    def __init__(self, made: Made, setting: Setting | None = None):
+        self.made, self.failed, self.waves = made, [], []
+        self.failed: list[Failed] = []
+        self.waves: list[Wave] = []
+        profile_on: Any = lambda device: replace(PROFILE, device=device)
+        self.pool = Pool(made, self.failed.append, self.waves.append, profile_on, setting or Setting(4))  # type: ignore[arg-type]
+        self.pool.begin(GPU, 2)
+
+    def names(self) -> Counter[str]:
+        out = Counter(r.request_id for wave in self.waves for r in wave.requests)
+        return out + Counter(f.pending.request_id for f in self.failed)
+
+
+batches = st.lists(
+    st.lists(
+        st.tuples(st.sampled_from(["fits", "fails", "huge"]), st.integers(1, 8000), st.integers(0, 9)), max_size=30
+    ),
+    min_size=1,
+    max_size=6,
+)
+turns = st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30)
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches, turns)
+def test_whatever_comes_when_every_request_is_handed_out_once(
+    drawn: list[list[tuple[str, int, int]]], turns: list[tuple[int, bool]]
+) -> None:
+    numbers = iter(range(10**6))
+    make: dict[str, Any] = {
+        "fits": lambda context, video: request(next(numbers), context, video),
+        "fails": lambda context, video: failure(next(numbers)),
+        "huge": lambda context, video: request(next(numbers), HUGE),
+    }
+    made = Made([[make[what](context, video) for what, context, video in batch] for batch in drawn], ready=0)
+    made.batches.append([request(next(numbers))])  # one at least fits
+    seen = Seen(made)
+    for arrived, hungry in [*turns, *[(9, True)] * 999]:
+        made.ready += arrived
+        seen.pool.take(hungry)
+        if seen.pool.closed:
+            break
+    assert seen.pool.closed
+    assert seen.names() == Counter(str(i) for i in range(next(numbers)))
+    huge = {str(f.pending.request_id) for f in seen.failed if f.error.code == "out_of_memory"}
+    assert len(huge) == sum(what == "huge" for batch in drawn for what, *_ in batch)
+
+
+def test_few_requests_wait_for_more_of_their_kind_unless_somebody_is_hungry() -> None:
+    made = Made([[request(i) for i in range(5)], [request(i) for i in range(5, 64)]], ready=1)
+    seen = Seen(made)
+    assert seen.pool.take(hungry=False) is None
+    assert seen.pool.take(hungry=False) is None
+    wave = seen.pool.take(hungry=True)
+    assert wave is not None and 1 <= len(wave.requests) <= 5
+    made.ready = 1
+    wave = seen.pool.take(hungry=False)
+    assert wave is not None and len(wave.requests) > 5
+
+
+def test_a_full_pool_hands_out_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "POOL", 8)
+    made = Made([[request(i, 100 * 2**i) for i in range(8)], [request(9)]], ready=1)
+    assert Seen(made).pool.take(hungry=False) is not None
+
+
+def test_no_more_frames_are_pooled_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "FRAMES", 20)
+    made = Made([[request(i, frames=8)] for i in range(30)])
+    seen = Seen(made)
+    wave = seen.pool.take(hungry=False)
+    assert wave is not None and sum(len(r.plan.times) for r in wave.requests) <= 20 + 8
+    assert len(made.batches) >= 26
+    while not seen.pool.closed:
+        seen.pool.take(hungry=False)
+    assert seen.names() == Counter(str(i) for i in range(30))
+
+
+def test_where_nothing_fits_it_is_said_what_would_help() -> None:
+    """Before an engine is asked for, if all headers are read by then."""
+    listed: list[list[Found]] = [[request(0, HUGE), failure(1)], [request(2, HUGE)]]
+    with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
+        Seen(Made(listed))
+    made = Made(listed, ready=1)
+    seen = Seen(made)
+    assert seen.pool.take(hungry=True) is None
+    made.ready = 1
+    with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
+        seen.pool.take(hungry=True)
+    with pytest.raises(UsageError, match="would help"):
+        list(fitting([request(0, HUGE)], PROFILE, Setting(4)))
+    found = list(fitting([request(0, HUGE), request(1)], PROFILE, Setting(4)))
+    assert [type(one) for one in found] == [Failed, Planned]
+
+
+def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
+    """The draft that looked best is refused throughout; the next wave has another."""
+    seen = Seen(Made([[request(i) for i in range(200)]]))
+    first = seen.pool.take(hungry=True)
+    assert first is not None and first.draft is not None and first.draft.weights == "int4"
+    drafted = 40 * first.draft.gamma
+    refused: dict[str, Any] = {"rounds": 40, "drafted": drafted, "accept_counts": (40, 0), "refuse_counts": (40, 0)}
+    results = [Result(r.request_id, [1] * 40, "", "length", **refused) for r in first.requests]
+    for _ in range(3):
+        seen.pool.through(first, results)
+    second = seen.pool.take(hungry=True)
+    assert second is not None and (second.draft is None or second.draft.weights != "int4")
+
+
+def test_after_a_full_memory_waves_have_fewer_slots() -> None:
+    seen = Seen(Made([[request(i) for i in range(300)]]))
+    first = seen.pool.take(hungry=True)
+    seen.pool.shrink(2)
+    second = seen.pool.take(hungry=True)
+    assert first is not None and second is not None
+    assert (first.max_num_seqs, second.max_num_seqs) == (4, 2)
+
+
+def test_nothing_runs_where_everything_has_failed_before() -> None:
+    seen = Seen(Made([[failure(0)], [failure(1)]]))
+    while seen.pool.waiting():
+        pass
+    assert seen.pool.empty and seen.pool.closed and len(seen.failed) == 2

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jobs.demo_model import world
+from pipeline import read
+from pipeline.config import ROOT
+from pipeline.driver.replica import (
+    Flow,
+)
+from pipeline.report.metrics import Metrics
+from pipeline.report.tally import (
+    Tally,
+)
+
+# A job on a cluster of its own, and then what Prometheus would find at the node's port.
+JOB = """
+import json, re, sys, time, urllib.request
+import ray
+from pipeline.config import parse_job
+from pipeline.job import run_job
+from pipeline.driver.cluster import cluster
+
+job = parse_job(sys.argv[1:], "test")
+with cluster(job):
+    summary = run_job(job)
+    node = ray.nodes()[0]
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    page, until = "", time.monotonic() + 60
+    while not re.search(rf"rows_written_total.* {summary['new']}\\.0", page) and time.monotonic() < until:
+        time.sleep(0.2)
+        try:
+            page = urllib.request.urlopen(address, timeout=10).read().decode()
+        except OSError:
+            pass  # the node's agent is not up yet
+    print(json.dumps([summary, page, sorted({"torch", "transformers"} & sys.modules.keys())]))
+"""
+
+
+def scrape(page: str) -> dict[tuple[str, ...], float]:
+    """(name, values of our tags) → value."""
+    found = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name.startswith("ray_std_caption_") and "bucket" not in sample.name:
+                tags = [sample.labels[key] for key in ("code", "phase") if key in sample.labels]
+                found[(sample.name.removeprefix("ray_std_caption_"), *tags)] = sample.value
+    return found
+
+
+def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) -> None:
+    videos, output = tmp_path / "videos", tmp_path / "out"
+    videos.mkdir()
+    for seed in range(3):
+        (videos / f"{seed}.mp4").write_bytes(world.write_clip(seed, 1)[1])
+    (videos / "text.mp4").write_text("this is no video\n" * 100)
+    (videos / "empty.mp4").write_bytes(b"")
+    words = ["--input", videos, "--output", output, "--model", tiny_model, "--max-tokens", "8", "--rows-per-part", "1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_metrics_report_interval_ms": "500"}
+    command = [sys.executable, "-c", JOB, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    summary, page, loaded = json.loads(done.stdout.splitlines()[-1])
+    assert loaded == []  # a driver needs neither
+    seen, rows = scrape(page), read(str(output)).to_pylist()
+    good = [row for row in rows if row["status"] != "error"]
+    assert seen[("requests_done_total",)] == len(good) == 3
+    assert seen["requests_failed_total", "not_a_video"] == seen["requests_failed_total", "empty_file"] == 1
+    assert seen[("rows_written_total",)] == summary["new"] == 5
+    assert seen[("tokens_generated_total",)] == summary["tokens"] > 0
+    for name in ("proposed", "accepted"):
+        if total := sum(row[name] for row in good):
+            assert seen[(f"drafts_{name}_total",)] == total
+    assert sum(row["proposed"] for row in good) > 0
+    for phase in ("vision", "prefill", "decode"):
+        assert seen["engine_seconds_total", phase] == pytest.approx(sum(row[f"{phase}_s"] for row in good))
+    assert seen[("frame_bytes_in_flight",)] == seen[("requests_seated",)] == 0
+    assert seen[("context_tokens_count",)] == seen[("request_engine_seconds_count",)] == 3
+
+
+class Instrument:
+    """Keeps what it is told, and is as strict as Ray's."""
+
+    def __init__(self, name: str, text: str, tags: Any = ()):
+        self.name, self.values = name, Counter[tuple[str, ...]]()
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0
+        self.values[tuple(tags.values())] += value
+
+    def set(self, value: float) -> None:
+        self.values[()] = value
+
+    observe = set
+
+
+def test_counters_follow_sums_from_before_they_were_made() -> None:
+    made: dict[str, Instrument] = {}
+
+    def make(name: str, *rest: Any) -> Instrument:
+        made[name.removeprefix("std_caption_")] = Instrument(name, *rest)
+        return made[name.removeprefix("std_caption_")]
+
+    tally = Tally(failed=Counter({"not_found": 2}))
+    metrics = Metrics(SimpleNamespace(Counter=make, Gauge=make, Histogram=make))
+    metrics.publish(tally, Flow(nbytes=7), written=0)
+    tally.done, tally.tokens = 1, 30
+    tally.failed["not_found"] += 1
+    tally.seconds["decode"] += 0.5
+    metrics.publish(tally, Flow(decoding=3, deaths=1), written=4)
+    metrics.publish(tally, Flow(decoding=3, deaths=1), written=4)
+    assert made["engine_deaths"].values == {(): 1}
+    assert made["requests_failed"].values == {("not_found",): 3}
+    assert made["engine_seconds"].values == {("decode",): 0.5}
+    assert (made["requests_done"].values, made["rows_written"].values) == ({(): 1}, {(): 4})
+    assert (made["frame_bytes_in_flight"].values, made["videos_decoding"].values) == ({(): 0}, {(): 3})

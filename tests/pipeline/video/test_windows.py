@@ -1,0 +1,204 @@
+"""Windows of long videos: where they lie, what they are called, and that one pass finds what several would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import Job, parse_job
+from pipeline.intake.requests import (
+    Requests,
+)
+from pipeline.plan import waves
+from pipeline.records import (
+    FrameOptions,
+    FramePlan,
+    Frames,
+    Item,
+    Pending,
+    Planned,
+    RequestError,
+    UsageError,
+    VideoInfo,
+)
+from pipeline.video.frame_plan import plan_frames
+from pipeline.video.frames import decode
+from pipeline.video.probe import probe
+from pipeline.video.sandbox import close_workers
+from pipeline.video.windows import SPAN, merged, part, spans, windows
+from std_core.types import Geometry
+
+GEOMETRY = Geometry(min_pixels=4 * 28 * 28, max_pixels=16 * 28 * 28)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_worker_left() -> Iterator[None]:
+    yield
+    close_workers()
+
+
+def video(seconds: float = 100.0, fps: float = 10.0, uri: str = "/v.mp4") -> VideoInfo:
+    return VideoInfo(uri, 1, "1", "mp4", "h264", seconds, 0.0, round(seconds * fps), True, fps, 240, 320, 0)
+
+
+def planned(info: VideoInfo, window: tuple[float, float] | None, name: str = "", context: int = 10) -> Planned:
+    plan = plan_frames(info, FrameOptions(), GEOMETRY, window)
+    return Planned(name or f"{window}", Item(info.uri, "?"), info, plan, context, window)
+
+
+# ------------------------------------------------------------------------------------------------- where they lie
+
+
+@pytest.mark.parametrize(
+    ("seconds", "overlap", "found"),
+    [
+        (40, 0, [(0, 40), (40, 80), (80, 100)]),
+        (50, 0, [(0, 50), (50, 100)]),
+        (48, 0, [(0, 48), (48, 100)]),  # a rest of 4 s is no window of its own
+        (40, 10, [(0, 40), (30, 70), (60, 100)]),
+        (100, 0, [(0, 100)]),
+        (1000, 0, [(0, 100)]),
+    ],
+)
+def test_windows_cover_the_video(seconds: float, overlap: float, found: list[tuple[float, float]]) -> None:
+    assert windows(video(), FrameOptions(), seconds, overlap) == found
+
+
+def test_windows_lie_in_the_chosen_part() -> None:
+    options = FrameOptions(video_start=10, video_end=50)
+    assert windows(video(), options, 20, 0) == [(10, 30), (30, 50)]
+    assert windows(video(), replace(options, video_end=500.0), 45, 0) == [(10, 55), (55, 100)]
+
+
+@settings(deadline=None)
+@given(st.floats(0.2, 500), st.floats(0.5, 200), st.floats(0, 0.9), st.sampled_from([8.0, 23.976, 30.0]))
+def test_windows_without_overlap_share_no_frame_and_miss_none(
+    length: float, seconds: float, overlap: float, fps: float
+) -> None:
+    info = video(max(1, round(length * fps)) / fps, fps)
+    found = windows(info, FrameOptions(), seconds, overlap * seconds)
+    assert found[0][0] == 0
+    assert found[-1][1] == info.duration
+    assert all(a[0] < b[0] <= a[1] + 1e-6 < b[1] + 2e-6 or b is found[-1] for a, b in pairwise(found))
+    if not overlap and seconds * fps >= 1:
+        every = FrameOptions(fps=fps, min_frames=1, max_frames=10**6)
+        single = replace(GEOMETRY, temporal_patch_size=1)
+        times = [t for window in found for t in plan_frames(info, every, single, window).times]
+        assert len(times) == len(set(times))
+        assert abs(len(times) - info.frames) <= len(found)  # counts are rounded down
+
+
+# ------------------------------------------------------------------------------------------------- what they are called
+
+
+def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) -> None:
+    item = Item(str(clips / "v.mp4"), "a")
+
+    def pending(job: Job) -> list[Pending]:
+        return list(Requests([item, replace(item, prompt="b")], job, "r", set()).without_row(frozenset()))
+
+    plain = {p.request_id for p in pending(Job())}
+    cut = pending(Job(window_seconds=2.0))
+    assert [p.window for p in cut] == 2 * [(0, 2), (2, 4), (4, 5)]
+    names = {p.request_id for p in cut}
+    assert (len(plain), len(names)) == (2, 6)
+    for other in (Job(window_seconds=2.0, window_overlap=0.5), Job(window_seconds=2.5)):
+        assert not {p.request_id for p in pending(other)} & (names | plain)
+    assert {p.request_id for p in pending(Job(window_seconds=2.0, window_overlap=0.0))} == names
+
+
+def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window_takes(clips: Path) -> None:
+    bad = clips / "later.mp4"
+
+    def first() -> Pending:
+        found = list(Requests([Item(str(bad), "a")], Job(window_seconds=2.0), "r", set()).without_row(frozenset()))
+        return found[0]
+
+    bad.write_bytes(b"")
+    assert isinstance(first().info, RequestError)
+    assert first().window is None
+
+
+def test_flags_of_windows() -> None:
+    job = parse_job(["--input", "x", "--window-seconds", "30", "--window-overlap", "5"], "test")
+    assert (job.window_seconds, job.window_overlap) == (30.0, 5.0)
+    for words in (["--window-seconds", "0"], ["--window-overlap", "1"], ["--window-seconds=2", "--window-overlap=2"]):
+        with pytest.raises(UsageError, match="--window-"):
+            parse_job(["--input", "x", *words], "test")
+
+
+# -------------------------------------------------------------------------------------------------------- one pass
+
+
+def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
+    info, other = video(), video(uri="/w.mp4")
+    halves = [planned(info, (k * 10.0, k * 10.0 + 10), f"{k}") for k in range(10)]
+    names = [[r.request_id for r in span.requests] for span in spans(halves)]
+    assert names == [[str(k) for k in range(SPAN)], [str(k) for k in range(SPAN, 10)]]
+    mixed = [halves[0], halves[1], halves[3], planned(other, (0.0, 10.0), "x"), planned(other, None, "y")]
+    assert [[r.request_id for r in span.requests] for span in spans(mixed)] == [["0", "1"], ["3"], ["x"], ["y"]]
+    twice = [halves[0], replace(halves[0], request_id="again"), halves[1]]
+    [span] = spans(twice)
+    assert (len(span.requests), span.plan.windows) == (3, 2)
+    assert span.plan.times == (*halves[0].plan.times, *halves[1].plan.times)
+
+
+def test_waves_hold_windows_in_order() -> None:
+    info = video()
+    requests = [planned(info, (k * 10.0, k * 10.0 + 10), f"{k}{p}", 10 + k) for p in "ab" for k in range(3)]
+    [wave] = waves.cut((*requests, planned(video(uri="/w.mp4"), None, "w", 11)), lambda _: 8)
+    assert [r.request_id for r in wave] == ["0a", "0b", "1a", "1b", "2a", "2b", "w"]
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """5 s of noise at 24 frames a second, in an MP4 and in a transport stream without an index."""
+    folder = tmp_path_factory.mktemp("windows")
+    rng = np.random.default_rng(1)
+    still = rng.integers(0, 256, (120, 6, 8, 3), dtype=np.uint8).repeat(16, 1).repeat(16, 2)
+    for name, container in (("v.mp4", "mp4"), ("v.ts", "mpegts")):
+        with av.open(str(folder / name), "w", format=container) as out:
+            stream = out.add_stream("libx264", rate=24, options={"g": "24", "bf": "2"})
+            stream.height, stream.width, stream.pix_fmt = 96, 128, "yuv420p"
+            for number, image in enumerate(still):
+                frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuv420p")
+                frame.pts, frame.time_base = number, Fraction(1, 24)
+                out.mux(stream.encode(frame))
+            out.mux(stream.encode())
+    return folder
+
+
+@pytest.mark.parametrize("name", ["v.mp4", "v.ts"])
+@pytest.mark.parametrize("overlap", [0.0, 0.7])
+def test_one_pass_finds_what_several_find(clips: Path, name: str, overlap: float) -> None:
+    uri = str(clips / name)
+    info = probe(uri)
+    plans = [plan_frames(info, FrameOptions(fps=3), GEOMETRY, w) for w in windows(info, FrameOptions(), 2.0, overlap)]
+    assert len({(plan.height, plan.width) for plan in plans}) == 1
+    whole = merged(plans)
+    together = decode(uri, info, whole)
+    for plan in plans:
+        own, numbers = part(together, whole, plan)
+        alone = decode(uri, info, plan)
+        assert isinstance(own, Frames)
+        assert (own.pts, own.fps, own.frames_lost) == (alone.pts, alone.fps, 0)
+        assert np.array_equal(together.pixels[list(numbers)], alone.pixels)
+
+
+def test_damage_is_the_windows_that_it_hits() -> None:
+    plans = [FramePlan(times, 28, 28, 1.0, 1) for times in ((0.0, 1.0), (2.0, 3.0), (4.0,))]
+    whole = merged(plans)
+    frames = Frames(np.empty(0), (0.0, 1.0, 2.0), 1.0, 2, 0, "pyav", (0, 1, 2, -1, -1))
+    first, second, third = (part(frames, whole, plan) for plan in plans)
+    assert isinstance(first[0], Frames) and (first[0].frames_lost, first[1]) == (0, (0, 1))
+    assert isinstance(second[0], Frames) and (second[0].frames_lost, second[0].pts) == (1, (2.0,))
+    assert isinstance(third[0], RequestError) and third[0].code == "zero_frames"

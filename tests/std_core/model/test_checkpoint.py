@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from std_core.model.checkpoint import TAIL, Checkpoint, folder_hash
+from std_core.types import Geometry, Request, RequestError
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_model: Path) -> Checkpoint:
+    return Checkpoint.load(str(tiny_model))
+
+
+@pytest.mark.parametrize(("frames", "height", "width"), [(2, 84, 112), (4, 112, 84), (7, 56, 140)])
+def test_planned_tokens_are_those_of_the_processor(
+    checkpoint: Checkpoint, frames: int, height: int, width: int
+) -> None:
+    fed = checkpoint.inputs(
+        Request("a", "How many scenes are there?", torch.zeros(frames, height, width, 3, dtype=torch.uint8))
+    )
+    assert len(fed.visual) == checkpoint.geometry.tokens(frames, height, width)
+    assert fed.ids.shape[1] - len(fed.visual) == checkpoint.prompt_tokens("How many scenes are there?")
+
+
+def test_geometry_is_the_checkpoints_own(checkpoint: Checkpoint) -> None:
+    assert checkpoint.geometry == Geometry(14, 2, 2, min_pixels=56 * 56, max_pixels=112 * 112)
+    assert checkpoint.max_model_len == 32768
+
+
+@pytest.mark.parametrize("prompt", ["", "Was läuft? 视频\n\t🎬", "{{ braces }} {% raw %}", "<|im_end|>"])
+def test_any_prompt_can_be_written(checkpoint: Checkpoint, prompt: str) -> None:
+    fed = checkpoint.inputs(Request("a", prompt, torch.zeros(2, 84, 84, 3, dtype=torch.uint8)))
+    assert fed.ids.shape[1] == checkpoint.prompt_tokens(prompt) + 9
+    assert prompt in checkpoint.processor.tokenizer.decode(fed.ids[0])
+
+
+def test_frames_of_a_size_that_cannot_be_cut_are_refused(checkpoint: Checkpoint) -> None:
+    for frames in (torch.zeros(84, 84, 3, dtype=torch.uint8), torch.zeros(2, 50, 84, 3, dtype=torch.uint8)):
+        with pytest.raises(RequestError) as caught:
+            checkpoint.inputs(Request("a", "?", frames))
+        assert caught.value.code == "invalid_request"
+
+
+def test_a_changed_weight_changes_the_revision(tiny_model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    assert folder_hash(str(copy)) == folder_hash(str(tiny_model))
+    weights = copy / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert folder_hash(str(copy)) != folder_hash(str(tiny_model))
+
+
+def test_a_single_file_has_a_revision_of_its_own(tmp_path: Path) -> None:
+    hashes = set()
+    for name, content in (("a.gguf", b"x"), ("b.gguf", b"x"), ("a.gguf", b"y")):
+        (tmp_path / name).write_bytes(content)
+        hashes.add(folder_hash(str(tmp_path / name)))
+    assert len(hashes) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------- text
+
+
+@pytest.fixture(scope="session")
+def llama(families: Callable[[str], Path]) -> Checkpoint:
+    return Checkpoint.load(str(families("llama")))
+
+
+def test_a_text_models_prompt_goes_through_its_template(llama: Checkpoint) -> None:
+    fed = llama.inputs(Request("a", "How many scenes are there?"))
+    assert not llama.takes_video
+    assert fed.ids.shape[1] == llama.prompt_tokens("How many scenes are there?")
+    wanted = "<|im_start|>user\nHow many scenes are there?<|im_end|>\n<|im_start|>assistant\n"
+    assert llama.tokenizer.decode(fed.ids[0]) == wanted
+
+
+def test_without_a_template_the_prompt_is_encoded_as_it_is(families: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(families("llama"), tmp_path / "bare")
+    (folder / "chat_template.jinja").unlink()
+    bare = Checkpoint.load(str(folder))
+    assert bare.tokenizer.decode(bare.inputs(Request("a", "Scene 1:")).ids[0]) == "Scene 1:"
+    with pytest.raises(RequestError, match="no tokens"):
+        bare.inputs(Request("a", ""))
+
+
+def test_a_text_model_is_shown_nothing(llama: Checkpoint) -> None:
+    frames = torch.zeros(2, 84, 84, 3, dtype=torch.uint8)
+    for shown in ({"frames": frames}, {"videos": (frames,)}, {"images": (frames[0],)}):
+        with pytest.raises(RequestError) as caught:
+            llama.inputs(Request("a", "?", **shown))  # type: ignore[arg-type]
+        assert caught.value.code == "invalid_request" and "llama" in caught.value.message
+
+
+@pytest.mark.parametrize("words", [1, 50, 400])
+def test_of_a_text_all_but_the_tail_can_be_left_out(llama: Checkpoint, words: int) -> None:
+    fed = llama.inputs(Request("a", "square " * words))
+    assert fed.cut == max(0, fed.ids.shape[1] - TAIL)
+    assert fed.selectable.tolist() == list(range(fed.cut))
+
+
+def test_a_video_llm_takes_a_question_on_nothing(checkpoint: Checkpoint) -> None:
+    fed = checkpoint.inputs(Request("a", "What is a square?"))
+    assert not len(fed.visual) and fed.video_patches is None
+    assert checkpoint.tokenizer.decode(fed.ids[0]) == checkpoint.render("What is a square?", 0)
+
+
+@pytest.mark.parametrize("placeholder", ["<|video_pad|>", "<|image_pad|>"])
+@pytest.mark.parametrize("frames", [None, torch.zeros(2, 84, 84, 3, dtype=torch.uint8)])
+def test_a_placeholder_in_the_prompt_is_refused(
+    checkpoint: Checkpoint, placeholder: str, frames: torch.Tensor | None
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        checkpoint.inputs(Request("a", f"What is {placeholder}?", frames))
+    assert caught.value.code == "invalid_request"
+
+
+# ---------------------------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize("content", [{}, {"config.json": "{"}, {"config.json": '{"model_type": "llama"}'}])
+def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path, content: dict[str, str]) -> None:
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError) as caught:
+        Checkpoint.load(str(tmp_path))
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_gguf_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    junk = tmp_path / "junk.gguf"
+    junk.write_bytes(b"GGUF" + bytes(range(200)))
+    for path in (junk, tmp_path / "missing.gguf"):
+        with pytest.raises(ValueError) as caught:
+            Checkpoint.load(str(path))
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,143 @@
+"""Loading, what one token shows, and text models against Hugging Face's `generate`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GgufConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+)
+
+from std_core.engine.engine import Engine
+from std_core.model.model import Model
+from std_core.types import Draft, Request, Sampling
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+FULL = {"layer_types": ["full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **FULL)), "caps its attention scores"),
+        (lambda: GptOssForCausalLM(GptOssConfig(**SIZES, **FULL, num_local_experts=4)), "sinks that are no tokens"),
+        (lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)), "does more to its logits"),
+    ],
+)
+def test_what_the_configuration_does_not_tell_one_token_does(make: Callable[[], torch.nn.Module], why: str) -> None:
+    hf: Any = make()
+    before = hf.config._attn_implementation
+    with pytest.raises(ValueError, match=why):
+        Model(hf)
+    assert hf.config._attn_implementation == before
+
+
+def test_weights_that_are_missing_are_not_drawn_at_random(families: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(families("llama"), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    gone = "model.layers.1.mlp.up_proj.weight"
+    save_file({k: v for k, v in weights.items() if k != gone}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks 1 weights, {gone}"):
+        Engine.load(str(folder))
+
+
+def test_weights_that_cannot_be_read_are_told_in_one_sentence(families: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(families("llama"), tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="cannot be read") as cut:
+        Engine.load(str(folder))
+    weights.unlink()
+    with pytest.raises(ValueError, match="cannot be read") as missing:
+        Engine.load(str(folder))
+    for caught in (cut, missing):
+        assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------ a real model
+
+
+@pytest.fixture(scope="module")
+def speaker(smollm2: Path) -> Engine:
+    return Engine.load(str(smollm2), max_num_seqs=2)
+
+
+@pytest.fixture(scope="module")
+def prose() -> str:
+    """About 490 tokens; with the chat template around it about 530."""
+    return topics["exceptions"] + "\n\nWhat does this text say?"
+
+
+@pytest.fixture(scope="module")
+def said(speaker: Engine, smollm2: Path, prose: str) -> list[int]:
+    """What Hugging Face's own load of the file and its own `generate` write."""
+    hf = LlamaForCausalLM.from_pretrained(
+        smollm2.parent,
+        gguf_file=smollm2.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    words = speaker.checkpoint.tokenizer
+    asked = words.apply_chat_template(
+        [{"role": "user", "content": prose}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return hf.generate(**asked, max_new_tokens=24, do_sample=False)[0, asked["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("draft", [None, Draft("std", k=64), Draft("ngram"), Draft("full", gamma=3)])
+def test_smollm2_writes_what_generate_writes(speaker: Engine, prose: str, said: list[int], draft: Draft | None) -> None:
+    sampling = Sampling(24)
+    asked = [Request("long", prose, sampling=sampling), Request("short", "What is the capital of France?")]
+    results = {r.request_id: r for r in speaker.run(asked, draft)}
+    assert results["long"].token_ids == said
+    assert results["short"].text == "The capital of France is Paris."
+    assert results["short"].finish_reason == "stop"
+    if draft is not None and draft.policy == "full":
+        assert [r.accepted for r in results.values()] == [r.proposed for r in results.values()]
+
+
+def test_a_gguf_files_rope_and_tied_head_survive(speaker: Engine) -> None:
+    hf = speaker.model.hf
+    assert hf.config.rope_parameters["rope_theta"] == 100_000
+    assert hf.model.rotary_emb.inv_freq[1].item() == pytest.approx(100_000 ** (-2 / 64))
+    assert hf.lm_head.weight.data_ptr() == hf.model.embed_tokens.weight.data_ptr()
+    assert speaker.checkpoint.max_model_len == 8192
+
+
+def test_a_generation_configs_own_stops_are_kept(families: Callable[[str], Path], tmp_path: Path) -> None:
+    """A configuration whose `generate` stops at no id of its own: neither does the engine."""
+    folder = shutil.copytree(families("llama"), tmp_path / "endless")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"pad_token_id": 0}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    engine = Engine.load(str(folder))
+    fed = engine.checkpoint.inputs(Request("a", "square"))
+    hf = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    out = hf.generate(input_ids=fed.ids, attention_mask=torch.ones_like(fed.ids), max_new_tokens=40, do_sample=False)
+    (result,) = engine.run([Request("a", "square", sampling=Sampling(40))], Draft("random", keep=0.2))
+    assert result.token_ids == out[0, fed.ids.shape[1] :].tolist()

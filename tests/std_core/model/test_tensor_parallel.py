@@ -1,0 +1,188 @@
+"""Two processes that share a model, against one that has it whole. Both are real, on a CPU, and speak gloo."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from pipeline.config import CONF, ROOT
+from std_core.engine.engine import Engine
+from std_core.model.drafters import weight_bytes
+from std_core.model.tensor_parallel import Ranks, _find
+from std_core.types import Draft, Pace, Request, Result, Sampling
+
+DRAFTS = {
+    "dense": None,
+    "std": Draft("std", keep=0.3, gamma=3),
+    "specvlm": Draft("specvlm", keep=0.3, gamma=3),
+    "snapkv": Draft("snapkv", k=6, gamma=3, refresh=2),
+    "everything": Draft("snapkv", keep=0.5, channels=0.6, depth=0.8, weights="int4", refresh=1, gamma=3),
+    "pair": Draft("std", keep=0.3, gamma=3, model=str(CONF / "model" / "demo_small")),
+}
+RANK = """
+import pickle, sys, torch
+from std_core.model.drafters import weight_bytes
+from std_core.engine.engine import Engine
+rank, address, work, answers = int(sys.argv[1]), *sys.argv[2:]
+torch.set_num_threads(1)
+done = []
+for path, settings, requests, draft in pickle.load(open(work, "rb")):
+    if not done or made != (path, settings):
+        engine = Engine.load(path, tensor_parallel_size=2, rank=rank, address=address, **settings)
+        made = path, settings
+    late = [None, *requests[:2], None, None, *requests[2:]]  # which, at first, only rank 0 knows
+    results = list(engine.run(late if rank == 0 else requests[::-1], draft))
+    done.append((results, engine.model.new_cache(1).key[0].shape[1], weight_bytes(engine.model)))
+pickle.dump(done, open(answers, "wb"))
+"""
+PACE = Pace(((2, 0, 4, 5), (0, 3, 1, 2)), 0.6)
+Tokens = dict[str, list[int]]
+
+
+class Case(NamedTuple):
+    path: str
+    settings: dict[str, Any]
+    requests: list[Request | Pace]
+    draft: Draft | None
+
+
+class Answer(NamedTuple):
+    results: list[Result]
+    kv_heads: int  # of the caches
+    weights: int  # bytes
+
+    @property
+    def tokens(self) -> Tokens:
+        return {r.request_id: r.token_ids for r in self.results}
+
+
+@pytest.fixture(scope="session")
+def few(requests: list[Request]) -> list[Request]:
+    """Three clips; the second's text is drawn, with a seed."""
+    drawn = Sampling(9, temperature=0.7, seed=3)
+    return [replace(r, sampling=drawn if i == 1 else Sampling(8 + i)) for i, r in enumerate(requests[:3])]
+
+
+def two_ranks(cases: list[Case], folder: Path) -> list[tuple[Answer, Answer]]:
+    """Each case as the two ranks answer it."""
+    (folder / "work").write_bytes(pickle.dumps([tuple(case) for case in cases]))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), address, str(folder / "work"), str(folder / str(rank))],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    first, second = (pickle.loads((folder / str(rank)).read_bytes()) for rank in range(2))
+    return [(Answer(*a), Answer(*b)) for a, b in zip(first, second, strict=True)]
+
+
+@pytest.fixture(scope="session")
+def answers(
+    tiny_model: Path, families: Callable[[str], Path], few: list[Request], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Answer, Answer]]:
+    """All that two ranks are asked, by one pair of processes."""
+    path, slots = str(tiny_model), {"max_num_seqs": 2}
+    fresh = [replace(r, sampling=Sampling(8, temperature=1.0)) for r in few]
+    strict = slots | {"dtype": "bfloat16", "strict": 9}
+    cases = {name: Case(path, slots, few, draft) for name, draft in DRAFTS.items()}
+    cases["fresh"] = Case(path, slots, fresh, DRAFTS["std"])
+    cases["strict"] = Case(path, strict, few, None)
+    cases["strict_std"] = Case(path, strict, few[::-1], Draft("random", k=2, gamma=8))
+    cases["qwen3_vl"] = Case(str(families("qwen3_vl")), slots, few[:2], DRAFTS["specvlm"])
+    cases["paced"] = Case(path, slots, [PACE, *few], Draft("random", k=2, gamma=5))
+    cases["demo"] = Case(str(CONF / "model" / "demo"), slots, few[:2], DRAFTS["specvlm"])
+    return dict(zip(cases, two_ranks(list(cases.values()), tmp_path_factory.mktemp("ranks")), strict=True))
+
+
+@pytest.fixture(scope="session")
+def whole(engine: Engine, few: list[Request]) -> Callable[[str], list[Result]]:
+    """What one process answers."""
+    return lambda name: list(engine.run(few, DRAFTS[name]))
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_two_ranks_write_what_one_does(
+    answers: dict[str, tuple[Answer, Answer]], whole: Callable[[str], list[Result]], name: str
+) -> None:
+    first, second = answers[name]
+    expected = whole(name)
+    assert first.tokens == second.tokens == {r.request_id: r.token_ids for r in expected}
+    assert sum(r.proposed for r in first.results) == sum(r.proposed for r in second.results)
+    if name in ("std", "specvlm", "snapkv"):  # the draft chose what it chooses in one process, head by head
+        counts = [{r.request_id: r.accept_counts for r in results} for results in (first.results, expected)]
+        assert counts[0] == counts[1]
+        assert sum(r.accepted for r in expected) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "demo"])
+def test_a_family_without_a_plan_and_a_head_that_is_tied(
+    answers: dict[str, tuple[Answer, Answer]], families: Callable[[str], Path], few: list[Request], name: str
+) -> None:
+    path = CONF / "model" / "demo" if name == "demo" else families(name)
+    alone = Engine.load(str(path), max_num_seqs=2)
+    first, second = answers[name]
+    assert first.tokens == second.tokens == {r.request_id: r.token_ids for r in alone.run(few[:2], None)}
+    assert first.kv_heads == 1
+    assert 0.49 < first.weights / weight_bytes(alone.model) < 0.51
+
+
+def test_each_rank_holds_half(answers: dict[str, tuple[Answer, Answer]], engine: Engine) -> None:
+    for answer in answers["std"]:
+        assert 2 * answer.kv_heads == engine.model.kv_heads == 2
+        assert 0.49 < answer.weights / weight_bytes(engine.model) < 0.51
+
+
+def test_draws_without_a_seed_are_the_same_on_both(answers: dict[str, tuple[Answer, Answer]]) -> None:
+    first, second = answers["fresh"]
+    assert first.tokens == second.tokens
+    assert all(len(tokens) > 1 for tokens in first.tokens.values())
+
+
+def test_ranks_agree_on_the_pace_that_rank_0_is_told(
+    answers: dict[str, tuple[Answer, Answer]], whole: Callable[[str], list[Result]]
+) -> None:
+    first, second = answers["paced"]
+    assert first.tokens == second.tokens == {r.request_id: r.token_ids for r in whole("dense")}
+    counts = [[(r.request_id, r.rounds, r.drafted, r.accept_counts) for r in a.results] for a in (first, second)]
+    assert counts[0] == counts[1]
+    assert 0 < sum(r.drafted for r in first.results) < 5 * sum(r.rounds for r in first.results)
+
+
+def test_strict_texts_are_the_dense_loops_in_bfloat16(answers: dict[str, tuple[Answer, Answer]]) -> None:
+    assert answers["strict"][0].tokens == answers["strict_std"][0].tokens
+
+
+def test_what_cannot_be_divided_is_refused_before_anything_is_loaded(tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match=r"is 4: the model's 2 KV heads and 6 query heads cannot be divided by 4"):
+        Engine.load(str(tiny_model), tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="one device"):
+        Engine.load(str(tiny_model), tensor_parallel_size=2, pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match="strict is for one or two ranks, not 3"):
+        Engine(SimpleNamespace(ranks=Ranks(3)), SimpleNamespace(), strict=9)  # type: ignore[arg-type]
+
+
+def test_a_request_that_another_rank_was_never_given(few: list[Request]) -> None:
+    early: list[Request] = []
+    assert _find(few[2].request_id, iter([None, *few]), early) is few[2]
+    assert early == few[:2]
+    with pytest.raises(ValueError, match="'nobody' was given to rank 0"):
+        _find("nobody", iter(few), early)

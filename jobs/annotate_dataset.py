@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Answers rows of (video, question); a video is decoded once for all its questions.
 
-    python jobs/annotate_dataset.py --input questions.parquet --output s3://bucket/answers --model demo
-    python jobs/annotate_dataset.py --input rows.csv --video-column clip --question-column ask --output answers
+    python jobs/annotate_dataset.py --input questions.parquet --output s3://bucket/answers --model
+    demo python jobs/annotate_dataset.py --input rows.csv --video-column clip --question-column ask
+    --output answers
 
-The input's own columns come along into the output. A second run of the same command does what is missing and nothing
-else. Standard output ends with the summary as JSON.
-"""
+The input's own columns come along into the output. A second run of the same command does what is
+missing and nothing else. Standard output ends with the summary as JSON."""
 
 from __future__ import annotations
 

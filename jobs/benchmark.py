@@ -3,9 +3,8 @@
 
     python jobs/benchmark.py --suite demo_quality --seed 7 --clips 200
 
-What follows `--suite NAME` is the suite's own; `--suite NAME --help` lists it. The exit code is 1 where the figures are
-no answer to what the suite asks; `failed` among them then says why.
-"""
+What follows `--suite NAME` is the suite's own; `--suite NAME --help` lists it. The exit code is 1
+where the figures are no answer to what the suite asks; `failed` among them then says why."""
 
 from __future__ import annotations
 
@@ -35,7 +34,8 @@ SUITES = {  # by name, the module in `jobs/suites/`
 
 
 def main(argv: list[str]) -> int:
-    """Imports the suite only now: each brings its own dependencies, and the suite `gpu` next to none."""
+    """Imports the suite only now: each brings its own dependencies, and the suite `gpu` next to
+    none."""
     known = sorted(SUITES)
     words = [word for a in argv for word in (a.split("=", 1) if a.startswith("--suite=") else [a])]
     if "--suite" not in words[:-1]:
@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
     name = words[at + 1]
     if name not in known:
         raise UsageError(f"--suite {name!r} is none of {', '.join(known)}{nearest(name, known)}")
-    figures = importlib.import_module(f"jobs.suites.{SUITES[name]}").run(words[:at] + words[at + 2 :])
+    figures = importlib.import_module(f"jobs.suites.{SUITES[name]}").run(
+        words[:at] + words[at + 2 :]
+    )
     print(json.dumps(figures), flush=True)
     if why := figures.get("failed"):
         print(f"{Path(__file__).name}: {why}", file=sys.stderr, flush=True)
@@ -52,7 +54,8 @@ def main(argv: list[str]) -> int:
 
 
 def _guarded(argv: list[str]) -> int:
-    """Exit code 2 and a sentence for what is wrong with the command line or the machine, 1 where it was stopped."""
+    """Exit code 2 and a sentence for what is wrong with the command line or the machine, 1 where it
+    was stopped."""
     try:
         return main(argv)
     except UsageError as error:

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Measures what the device at hand does with a model, and writes it as one JSON file for `--profile`.
+"""Measures what the device at hand does with a model, and writes it as one JSON file for
+`--profile`.
 
     python jobs/calibrate.py --model demo --output profile.json
 
-Times dense steps, verifications and draft steps of each draft over a small grid of rows and contexts, prefill, vision,
-selection, and how often drafted tokens are accepted. Takes minutes. Standard output ends with one JSON object.
-"""
+Times dense steps, verifications and draft steps of each draft over a small grid of rows and
+contexts, prefill, vision, selection, and how often drafted tokens are accepted. Takes minutes.
+Standard output ends with one JSON object."""
 
 from __future__ import annotations
 
@@ -32,14 +33,22 @@ class Flags:
 
     model: str = field(default="demo", metadata={"help": "preset of conf/model, hub id, or folder"})
     output: str = field(default="", metadata={"help": "where the profile is written"})
-    device: str = field(default="", metadata={"help": "cpu or cuda; default: cuda where there is one"})
-    dtype: str = field(default="float32", metadata={"help": "of weights and cache, as jobs have it"})
+    device: str = field(
+        default="", metadata={"help": "cpu or cuda; default: cuda where there is one"}
+    )
+    dtype: str = field(
+        default="float32", metadata={"help": "of weights and cache, as jobs have it"}
+    )
     contexts: str = field(default="512,2048,8192", metadata={"help": "tokens, of the grid"})
     rows: str = field(default="1,8", metadata={"help": "slots, of the grid"})
-    drafts: str = field(default="std,int8,int4,ngram", metadata={"help": "presets of conf/draft that may be chosen"})
+    drafts: str = field(
+        default="std,int8,int4,ngram", metadata={"help": "presets of conf/draft that may be chosen"}
+    )
     tokens: int = field(default=24, metadata={"help": "written per row and pair of segments"})
     pairs: int = field(default=3, metadata={"help": "pairs of segments, dense and drafted in turn"})
-    retrieval: bool = field(default=False, metadata={"help": "try drafts without verification, for --mode sparse"})
+    retrieval: bool = field(
+        default=False, metadata={"help": "try drafts without verification, for --mode sparse"}
+    )
     threads: int = field(default=2, metadata={"help": "of a CPU"})
 
 
@@ -73,7 +82,10 @@ def main(argv: list[str]) -> int:
         "profile": flags.output,
         "device": profile.device.name,
         "bandwidth_gbs": round(profile.device.bandwidth / 1e9, 2),
-        "residual": {name: [round(x, 4) for x in cost.residual] for name, cost in measure.costs(profile).items()},
+        "residual": {
+            name: [round(x, 4) for x in cost.residual]
+            for name, cost in measure.costs(profile).items()
+        },
         "retrieval": {
             name: [f"{r.sparse} of {r.dense} at {r.context}" for r in found]
             for name, found in measure.retrieved(profile).items()

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Captions every video of an archive; each --prompt is answered by each video.
 
-    python jobs/caption_archive.py --input s3://bucket/videos/ --output s3://bucket/captions --model demo
-    ray job submit --working-dir . -- python jobs/caption_archive.py --config conf/nightly.yaml
+    python jobs/caption_archive.py --input s3://bucket/videos/ --output s3://bucket/captions --model
+    demo ray job submit --working-dir . -- python jobs/caption_archive.py --config conf/nightly.yaml
 
-A second run of the same command does what is missing and nothing else. Standard output ends with the summary as JSON.
-"""
+A second run of the same command does what is missing and nothing else. Standard output ends with
+the summary as JSON."""
 
 from __future__ import annotations
 

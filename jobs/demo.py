@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Twelve H.264 clips become captions in Parquet, once drafted by attention and once, as a control, at random.
+"""Twelve H.264 clips become captions in Parquet, once drafted by attention and once, as a control,
+at random.
 
     python jobs/demo.py                                  # or: make demo
 
@@ -69,7 +70,12 @@ def main(argv: list[str]) -> int:
         "draft": "std", "accepted_per_round": summaries[0]["accepted_per_round"],
         "accepted_per_round_random": summaries[1]["accepted_per_round"], "output": jobs["std"].output,
     }), flush=True)  # fmt: skip
-    return 0 if summaries[0]["requests"] == len(SCENES) and not summaries[0]["errors"] + summaries[1]["errors"] else 1
+    return (
+        0
+        if summaries[0]["requests"] == len(SCENES)
+        and not summaries[0]["errors"] + summaries[1]["errors"]
+        else 1
+    )
 
 
 def write_clips(folder: Path) -> dict[str, tuple[world.Scene, ...]]:
@@ -91,7 +97,9 @@ def caption(jobs: list[Job]) -> list[dict[str, Any]]:
         return [run_job(job, world.CAPTION_PROMPTS[0], Here) for job in jobs]
 
 
-def show(rows: list[dict[str, Any]], stories: dict[str, tuple[world.Scene, ...]]) -> tuple[int, int]:
+def show(
+    rows: list[dict[str, Any]], stories: dict[str, tuple[world.Scene, ...]]
+) -> tuple[int, int]:
     """Prints the table; returns right clauses and all of them."""
     table = Table("video", "caption", "right", "tokens", "accepted per round", show_lines=True)
     right = counted = 0
@@ -101,7 +109,13 @@ def show(rows: list[dict[str, Any]], stories: dict[str, tuple[world.Scene, ...]]
         right, counted = right + good, counted + of
         mark = f"[{'green' if good == of else 'red'}]{good} of {of}[/]"
         rate = row["accepted"] / row["rounds"] if row["rounds"] else 0.0
-        table.add_row(name, row["text"] or row["error_message"], mark, str(row["num_generated_tokens"]), f"{rate:.2f}")
+        table.add_row(
+            name,
+            row["text"] or row["error_message"],
+            mark,
+            str(row["num_generated_tokens"]),
+            f"{rate:.2f}",
+        )
     Console().print(table)
     return right, counted
 

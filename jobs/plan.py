@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What a job would be: videos, tokens, waves and their drafts, hours, and which requests would fail and why. No frame
-is decoded.
+"""What a job would be: videos, tokens, waves and their drafts, hours, and which requests would fail
+and why. No frame is decoded.
 
     python jobs/plan.py --input s3://bucket/videos/ --model qwen2-vl-7b --fps 1
 
-Takes the flags of `caption_archive.py`, whose --dry-run it is. Standard output ends with the plan as JSON.
-"""
+Takes the flags of `caption_archive.py`, whose --dry-run it is. Standard output ends with the plan
+as JSON."""
 
 from __future__ import annotations
 

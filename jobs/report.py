@@ -26,8 +26,12 @@ from pipeline.report.page import headline, write_report
 class Flags:
     """The command line."""
 
-    output: str = field(default="", metadata={"help": "folder or bucket prefix that a run wrote to"})
-    price_per_hour: float | None = field(default=None, metadata={"help": "of all machines together, in any currency"})
+    output: str = field(
+        default="", metadata={"help": "folder or bucket prefix that a run wrote to"}
+    )
+    price_per_hour: float | None = field(
+        default=None, metadata={"help": "of all machines together, in any currency"}
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +42,10 @@ def main(argv: list[str]) -> int:
     page, facts = write_report(flags.output, flags.price_per_hour)
     print(headline(facts), file=sys.stderr)
     print(
-        json.dumps({"report": page, "rows": facts.table.num_rows, "errors": sum(facts.failures.values())}), flush=True
+        json.dumps(
+            {"report": page, "rows": facts.table.num_rows, "errors": sum(facts.failures.values())}
+        ),
+        flush=True,
     )
     return 0
 

@@ -1,18 +1,21 @@
-"""Attention of a few new tokens per row over two segments: a prefix that rows may share, and the row's own entries.
+"""Attention of a few new tokens per row over two segments: a prefix that rows may share, and the
+row's own entries.
 
     attend_rows(query, own, lengths, prefix, groups, scale, fixed) -> output, logsumexp
     attend_chunk(query, past, new, scale) -> output, logsumexp
 
-`attend_rows` is the decode step: T = 1..32 tokens of every row, ragged. `attend_chunk` is a chunk of one prompt's
-prefill. Each segment is attended by itself and gives its log-sum-exp; the two are merged by it. The query heads of a KV
-head, and the rows of a prefix, are packed into one product, so keys and values are read once for all of them.
+`attend_rows` is the decode step: T = 1..32 tokens of every row, ragged. `attend_chunk` is a chunk
+of one prompt's prefill. Each segment is attended by itself and gives its log-sum-exp; the two are
+merged by it. The query heads of a KV head, and the rows of a prefix, are packed into one product,
+so keys and values are read once for all of them.
 
-Shapes: query (B, query heads, T, d); a segment is its keys and values, (rows or prefixes, KV heads, capacity, d), of
-which the first `lengths` entries count. Token t of row b sees its whole prefix and its own entries [0, lengths[b] + t].
+Shapes: query (B, query heads, T, d); a segment is its keys and values, (rows or prefixes, KV heads,
+capacity, d), of which the first `lengths` entries count. Token t of row b sees its whole prefix and
+its own entries [0, lengths[b] + t].
 
-With `fixed`, what a row gets is the same bit for bit whatever the other rows are and wherever among its T tokens a
-token stands: segments are read in whole splits of `SPLIT` entries from their start, and no shape depends on lengths.
-"""
+With `fixed`, what a row gets is the same bit for bit whatever the other rows are and wherever among
+its T tokens a token stands: segments are read in whole splits of `SPLIT` entries from their start,
+and no shape depends on lengths."""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ SPLIT = 512  # entries that are reduced together; PyTorch's CPU kernel has the s
 
 @dataclass(frozen=True)
 class Groups:
-    """Which row stands where under which prefix. P prefixes, R rows at most under one of them; a place that no row
-    takes repeats row 0, whose result there is never read."""
+    """Which row stands where under which prefix. P prefixes, R rows at most under one of them; a
+    place that no row takes repeats row 0, whose result there is never read."""
 
     lengths: torch.Tensor  # (P,) entries of each prefix
     members: torch.Tensor  # (P, R) rows
@@ -42,10 +45,15 @@ class Groups:
 
     @classmethod
     def of(
-        cls, prefix_of_row: list[int], lengths: list[int], device: str | torch.device = "cpu", fixed: bool = False
+        cls,
+        prefix_of_row: list[int],
+        lengths: list[int],
+        device: str | torch.device = "cpu",
+        fixed: bool = False,
     ) -> Groups:
-        """From each row's prefix (-1 for none) and each prefix's length, both known to the host. `fixed`: the shape is
-        the same for all batches without a shared prefix (P is the number of prefixes, taken or not)."""
+        """From each row's prefix (-1 for none) and each prefix's length, both known to the host.
+        `fixed`: the shape is the same for all batches without a shared prefix (P is the number of
+        prefixes, taken or not)."""
         count, rank = [0] * len(lengths), [0] * len(prefix_of_row)
         for row, prefix in enumerate(prefix_of_row):
             if prefix >= 0:
@@ -56,7 +64,12 @@ class Groups:
         for row, prefix in enumerate(prefix_of_row):
             if prefix >= 0:
                 members[prefix, rank[row]] = row
-        tensors = torch.tensor(lengths[:used]), members, torch.tensor(prefix_of_row), torch.tensor(rank)
+        tensors = (
+            torch.tensor(lengths[:used]),
+            members,
+            torch.tensor(prefix_of_row),
+            torch.tensor(rank),
+        )
         return cls(*(x.to(device) for x in tensors))
 
 
@@ -69,8 +82,8 @@ def attend_rows(
     scale: float,
     fixed: bool = False,
 ) -> Segment:
-    """(B, query heads, T, d), and the log-sum-exp of all scores, (B, query heads, T) float32; `own` already holds the T
-    new tokens, `lengths` (B,) counts what lies before them."""
+    """(B, query heads, T, d), and the log-sum-exp of all scores, (B, query heads, T) float32; `own`
+    already holds the T new tokens, `lengths` (B,) counts what lies before them."""
     if query.device.type in TRITON:
         from std_core.kernels.triton import attention as triton_attention
 
@@ -82,14 +95,18 @@ def attend_rows(
     rows, heads, width, dim = query.shape
     kv_heads = own[0].shape[1]
     packed = query.reshape(rows, kv_heads, heads // kv_heads * width, dim)
-    newest = lengths[:, None] + torch.arange(width, device=query.device)  # (B, T): the last entry each token sees
+    newest = lengths[:, None] + torch.arange(
+        width, device=query.device
+    )  # (B, T): the last entry each token sees
     out, lse = _masked(packed, own, newest.repeat(1, heads // kv_heads), scale, fixed)
     if prefix is not None and groups is not None:
         count, share = groups.members.shape
         grouped = packed[groups.members].transpose(1, 2).reshape(count, kv_heads, -1, dim)
         last = (groups.lengths - 1)[:, None].expand(-1, grouped.shape[2])
         part = [
-            x.view(count, kv_heads, share, -1, *x.shape[3:])[groups.prefix.clamp(min=0), :, groups.rank]
+            x.view(count, kv_heads, share, -1, *x.shape[3:])[
+                groups.prefix.clamp(min=0), :, groups.rank
+            ]
             for x in _masked(grouped, (prefix[0][:count], prefix[1][:count]), last, scale, fixed)
         ]
         seen = part[1].masked_fill((groups.prefix < 0)[:, None, None], float("-inf"))
@@ -98,10 +115,17 @@ def attend_rows(
 
 
 def write_rows(cache: torch.Tensor, lengths: torch.Tensor, new: torch.Tensor) -> None:
-    """Puts T entries per row behind `lengths` (B,); cache: (rows, KV heads, capacity, d), new: (B, KV heads, T, d)."""
+    """Puts T entries per row behind `lengths` (B,); cache: (rows, KV heads, capacity, d), new: (B,
+    KV heads, T, d)."""
     rows, kv_heads, width, dim = new.shape
     if loader.serves("write_rows", cache) and new.stride(3) == 1:
-        strides = new.data_ptr(), *new.stride()[:3], cache.data_ptr(), *cache.stride()[:2], lengths.data_ptr()
+        strides = (
+            new.data_ptr(),
+            *new.stride()[:3],
+            cache.data_ptr(),
+            *cache.stride()[:2],
+            lengths.data_ptr(),
+        )
         loader.call("write_rows", cache.dtype, *strides, rows, kv_heads, width, dim)
         return
     places = lengths[:, None] + torch.arange(width, device=lengths.device)
@@ -132,11 +156,13 @@ def attend_chunk(
 
 
 def merge(one: Segment, other: Segment) -> Segment:
-    """Two partial attentions, (…, d) with their log-sum-exps (…), as if it had been one softmax. A part that saw
-    nothing has a log-sum-exp of -inf."""
+    """Two partial attentions, (…, d) with their log-sum-exps (…), as if it had been one softmax. A
+    part that saw nothing has a log-sum-exp of -inf."""
     (a, la), (b, lb) = one, other
     lse = torch.logaddexp(la, lb)
-    return a * (la - lse).exp()[..., None].to(a.dtype) + b * (lb - lse).exp()[..., None].to(b.dtype), lse
+    return a * (la - lse).exp()[..., None].to(a.dtype) + b * (lb - lse).exp()[..., None].to(
+        b.dtype
+    ), lse
 
 
 def path_name(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
@@ -152,7 +178,9 @@ def path_name(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
 def _in_one(query: torch.Tensor, own: Segment, prefix: Segment | None) -> bool:
     """Whether the C++ kernel takes this; it needs no shapes pinned for `fixed`."""
     stores = (*own, *(prefix or ()))
-    lie = all(x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.dtype == query.dtype for x in stores)
+    lie = all(
+        x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.dtype == query.dtype for x in stores
+    )
     return lie and query.shape[3] % 32 == 0 and loader.serves("attend_rows", query)
 
 
@@ -192,13 +220,18 @@ def _fused_chunk(query: torch.Tensor, segments: list[Segment], scale: float) -> 
     return out, lse
 
 
-def _masked(query: torch.Tensor, segment: Segment, last: torch.Tensor, scale: float, fixed: bool) -> Segment:
-    """query (N, KV heads, M, d) over the entries [0, last] of a segment; last: (N, M), -1 where there are none."""
+def _masked(
+    query: torch.Tensor, segment: Segment, last: torch.Tensor, scale: float, fixed: bool
+) -> Segment:
+    """query (N, KV heads, M, d) over the entries [0, last] of a segment; last: (N, M), -1 where
+    there are none."""
     used = max(int(last.max()) + 1, 1)
     if fixed:  # a split that a row sees nothing of changes no bit of what it has
         used = -(-used // SPLIT) * SPLIT
     sees = torch.arange(used, device=query.device) <= last[..., None]
-    bias = torch.zeros(sees.shape, dtype=query.dtype, device=query.device).masked_fill_(~sees, float("-inf"))
+    bias = torch.zeros(sees.shape, dtype=query.dtype, device=query.device).masked_fill_(
+        ~sees, float("-inf")
+    )
     out, lse = flash(query, segment[0][:, :, :used], segment[1][:, :, :used], bias[:, None], scale)
     return out, lse.masked_fill((last < 0)[:, None], float("-inf"))
 
@@ -211,8 +244,8 @@ def flash(
     scale: float,
     causal: bool = False,
 ) -> Segment:
-    """One segment's attention and its log-sum-exp: on a CPU PyTorch's fused kernel, whose public function keeps the
-    latter to itself, and on a GPU those there; elsewhere the plain products."""
+    """One segment's attention and its log-sum-exp: on a CPU PyTorch's fused kernel, whose public
+    function keeps the latter to itself, and on a GPU those there; elsewhere the plain products."""
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=bias, scale=scale
@@ -238,7 +271,8 @@ def reference_rows(
     groups: Groups | None,
     scale: float,
 ) -> torch.Tensor:
-    """The definition of `attend_rows`, one softmax per row, head and token, in float64; for tests."""
+    """The definition of `attend_rows`, one softmax per row, head and token, in float64; for
+    tests."""
     out = torch.empty(query.shape, dtype=torch.float64)
     share = query.shape[1] // own[0].shape[1]
     for b in range(query.shape[0]):
@@ -247,7 +281,9 @@ def reference_rows(
                 k, v = (x[b, head // share, : int(lengths[b]) + t + 1].double() for x in own)
                 if prefix is not None and groups is not None and groups.prefix[b] >= 0:
                     p = int(groups.prefix[b])
-                    pk, pv = (x[p, head // share, : int(groups.lengths[p])].double() for x in prefix)
+                    pk, pv = (
+                        x[p, head // share, : int(groups.lengths[p])].double() for x in prefix
+                    )
                     k, v = torch.cat([pk, k]), torch.cat([pv, v])
                 out[b, head, t] = ((k @ query[b, head, t].double()) * scale).softmax(0) @ v
     return out

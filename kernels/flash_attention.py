@@ -1,5 +1,5 @@
-"""Dense attention with its log-sum-exp on a GPU, for prefill: PyTorch's own fused kernels, of which the public function
-keeps the log-sum-exp to itself.
+"""Dense attention with its log-sum-exp on a GPU, for prefill: PyTorch's own fused kernels, of which
+the public function keeps the log-sum-exp to itself.
 
     flash(query, key, value, scale, causal) -> output, logsumexp
     path(dtype) -> the kernel's name, for reports
@@ -14,7 +14,9 @@ import torch
 
 def path(dtype: torch.dtype) -> str:
     """FlashAttention takes 16-bit numbers only."""
-    return "efficient attention (PyTorch)" if dtype == torch.float32 else "FlashAttention-2 (PyTorch)"
+    return (
+        "efficient attention (PyTorch)" if dtype == torch.float32 else "FlashAttention-2 (PyTorch)"
+    )
 
 
 def flash(
@@ -26,5 +28,7 @@ def flash(
             query, key, value, None, True, 0.0, causal, scale=scale
         )
         return out, lse[..., : query.shape[2]]  # padded to whole tiles
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, causal, scale=scale
+    )
     return out, lse

@@ -1,12 +1,12 @@
-"""Projections with 8-bit or 4-bit weights, of drafts: our C++ product on a CPU that has its instructions, which rounds
-activations to bfloat16; else PyTorch's own packed products on a CPU, and plain ones elsewhere.
+"""Projections with 8-bit or 4-bit weights, of drafts: our C++ product on a CPU that has its
+instructions, which rounds activations to bfloat16; else PyTorch's own packed products on a CPU, and
+plain ones elsewhere.
 
     pack(weight, bits) -> Packed
     low_bit_linear(x, packed, bias) -> y
 
-weight: (out, in). 8 bits: one scale per output channel. 4 bits: one scale and offset per `GROUP` input channels.
-x: (…, in), any floating type; y: (…, out).
-"""
+weight: (out, in). 8 bits: one scale per output channel. 4 bits: one scale and offset per `GROUP`
+input channels. x: (…, in), any floating type; y: (…, out)."""
 
 from __future__ import annotations
 
@@ -30,18 +30,23 @@ class Packed:
     """Weights as the product takes them."""
 
     weight: torch.Tensor
-    scale: torch.Tensor  # 8 bits: (out,); 4 bits: (groups, out, 2) with the value of level 8, C++'s (2, out, groups)
+    scale: (
+        torch.Tensor
+    )  # 8 bits: (out,); 4 bits: (groups, out, 2) with the value of level 8, C++'s (2, out, groups)
     bits: int
     by: Literal["cpp", "pytorch", "plain", "triton"] = "triton"
 
     @property
     def nbytes(self) -> int:
-        return self.weight.numel() * self.weight.element_size() + self.scale.numel() * self.scale.element_size()
+        return (
+            self.weight.numel() * self.weight.element_size()
+            + self.scale.numel() * self.scale.element_size()
+        )
 
 
 def packable(weight: torch.Tensor, bits: int) -> bool:
-    """Whether a packed product takes this shape; PyTorch's with 4 bits needs whole groups, and 16 output channels at a
-    time."""
+    """Whether a packed product takes this shape; PyTorch's with 4 bits needs whole groups, and 16
+    output channels at a time."""
     fits = weight.shape[1] % GROUP == 0 and weight.shape[0] % 16 == 0
     return bits == 8 or fits or loader.serves("int4", weight)
 
@@ -55,7 +60,11 @@ def pack(weight: torch.Tensor, bits: int) -> Packed:
         return _packed_for_cpp(weight, bits)
     levels, scale = levels_of(weight, bits)
     if weight.device.type == "cpu":
-        stored = levels if bits == 8 else torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
+        stored = (
+            levels
+            if bits == 8
+            else torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
+        )
         return Packed(stored, scale, bits, "pytorch")
     return Packed(unpacked(levels, scale, bits).to(weight.dtype), scale, bits, "plain")
 
@@ -92,9 +101,11 @@ def low_bit_linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -
     return y.unflatten(0, x.shape[:-1])
 
 
-def _by_rows(make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], weight: torch.Tensor) -> list[torch.Tensor]:
-    """What is made of each output channel by itself, of some at a time: what it takes on the way is several times a
-    weight, and a head has hundreds of millions."""
+def _by_rows(
+    make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], weight: torch.Tensor
+) -> list[torch.Tensor]:
+    """What is made of each output channel by itself, of some at a time: what it takes on the way is
+    several times a weight, and a head has hundreds of millions."""
     made: list[torch.Tensor] = []
     for at in range(0, len(weight), ROWS):
         parts = make(weight[at : at + ROWS].float())
@@ -114,11 +125,17 @@ def _levels4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grouped = weight.unflatten(1, (-1, GROUP))
     low, high = grouped.amin(2), grouped.amax(2)
     step = (high - low).clamp(min=1e-8) / 15
-    levels = ((grouped - low[..., None]) / step[..., None]).round().clamp(0, 15).to(torch.uint8).flatten(1)
+    levels = (
+        ((grouped - low[..., None]) / step[..., None])
+        .round()
+        .clamp(0, 15)
+        .to(torch.uint8)
+        .flatten(1)
+    )
     return levels, torch.stack([step, low + 8 * step], dim=-1)
 
 
-# ------------------------------------------------------------------------------------------------------ the C++ product
+# ---------------------------------------------------------------------------------- the C++ product
 
 
 def _packed_for_cpp(weight: torch.Tensor, bits: int) -> Packed:
@@ -141,5 +158,13 @@ def _by_cpp(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch
     scale, middle = (packed.scale, None) if packed.bits == 8 else packed.scale
     y = x.new_empty(len(x), len(scale))
     tensors = (0 if t is None else t.data_ptr() for t in (x, packed.weight, scale, middle, bias, y))
-    loader.call(f"int{packed.bits}", x.dtype, *tensors, len(x), x.shape[1], len(scale), torch.get_num_threads())
+    loader.call(
+        f"int{packed.bits}",
+        x.dtype,
+        *tensors,
+        len(x),
+        x.shape[1],
+        len(scale),
+        torch.get_num_threads(),
+    )
     return y

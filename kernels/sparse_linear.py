@@ -1,12 +1,12 @@
-"""A projection that computes with the largest of its input channels alone (activation sparsity, TEAL).
+"""A projection that computes with the largest of its input channels alone (activation sparsity,
+TEAL).
 
     sparse_linear(x, weight, bias, threshold) -> y
     laid_out(weight) -> the weight as that reads least of it
 
-x: (…, in); weight: (out, in); channels whose magnitude is not above the threshold count as 0. The weights of a channel
-that no row of x activates are not read; with more than `FEW` rows hardly one is left out, and the plain product of
-`sparsified` activations is the faster one.
-"""
+x: (…, in); weight: (out, in); channels whose magnitude is not above the threshold count as 0. The
+weights of a channel that no row of x activates are not read; with more than `FEW` rows hardly one
+is left out, and the plain product of `sparsified` activations is the faster one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ FEW = 4  # rows; at 4 sequences 92% of the weights are active (Crossover §4)
 OUTPUTS = 32  # the C++ product sums so many outputs at a time
 
 
-def sparse_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threshold: float) -> torch.Tensor:
+def sparse_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threshold: float
+) -> torch.Tensor:
     if x.device.type in TRITON:
         from std_core.kernels.triton import sparse_linear as triton_sparse_linear
 
@@ -31,12 +33,22 @@ def sparse_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     out, width = weight.shape
     y = x.new_empty(*x.shape[:-1], out)
     tensors = x.data_ptr(), weight.data_ptr(), y.data_ptr()
-    loader.call("sparse", x.dtype, *tensors, x.numel() // width, width, out, threshold, torch.get_num_threads())
+    loader.call(
+        "sparse",
+        x.dtype,
+        *tensors,
+        x.numel() // width,
+        width,
+        out,
+        threshold,
+        torch.get_num_threads(),
+    )
     return y if bias is None else y + bias
 
 
 def laid_out(weight: torch.Tensor) -> torch.Tensor:
-    """The weight, its shape as before, with the numbers of an input channel side by side where that is read: a copy."""
+    """The weight, its shape as before, with the numbers of an input channel side by side where that
+    is read: a copy."""
     return weight.T.contiguous().T if weight.device.type in TRITON or _served(weight) else weight
 
 

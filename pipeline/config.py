@@ -1,8 +1,8 @@
 """A job's flags, its presets and its YAML file, as one frozen record.
 
-Values are literal: nothing in `dt=2025-01-01/`, `*.{mp4,mov}` or a prompt that looks like YAML is read as syntax, on
-the command line or in a file. A flag outranks the `--config` file, which outranks what the model's preset sets.
-"""
+Values are literal: nothing in `dt=2025-01-01/`, `*.{mp4,mov}` or a prompt that looks like YAML is
+read as syntax, on the command line or in a file. A flag outranks the `--config` file, which
+outranks what the model's preset sets."""
 
 from __future__ import annotations
 
@@ -32,53 +32,93 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Job:
-    """What one run is to do; filled by `parse_job`. Empty strings and None stand for "not given"."""
+    """What one run is to do; filled by `parse_job`. Empty strings and None stand for "not
+    given"."""
 
-    input: str = _flag("", "folder, bucket prefix, glob, one video, or manifest (.parquet, .jsonl, .csv, .txt)")
+    input: str = _flag(
+        "", "folder, bucket prefix, glob, one video, or manifest (.parquet, .jsonl, .csv, .txt)"
+    )
     output: str = _flag("", "folder or bucket prefix for Parquet parts and ledger")
     model: str = _flag("demo", "preset of conf/model, hub id, or folder")
     draft: str = _flag(
-        "auto", "preset of conf/draft; auto: the fastest for each wave, as expected, or std where nothing is known"
+        "auto",
+        "preset of conf/draft; auto: the fastest for each wave, as expected, or std where nothing is known",
     )
-    profile: str = _flag("", "device profile that jobs/calibrate.py wrote; default: what is published of the device")
-    price_per_hour: float | None = _flag(None, "of the machine of one engine, in any currency; for a plan")
+    profile: str = _flag(
+        "", "device profile that jobs/calibrate.py wrote; default: what is published of the device"
+    )
+    price_per_hour: float | None = _flag(
+        None, "of the machine of one engine, in any currency; for a plan"
+    )
     mode: Literal["std", "dense", "sparse"] = _flag(
         "std",
         "std drafts sparsely and verifies; dense is the plain loop, with the same text; sparse does not verify: "
         "another text, for drafts that have passed a retrieval test on the model at hand",
     )
     gamma: int | None = _flag(None, "tokens drafted per round, in place of the preset's")
-    keep: float | None = _flag(None, "share of the visual entries that the draft reads, in place of the preset's")
+    keep: float | None = _flag(
+        None, "share of the visual entries that the draft reads, in place of the preset's"
+    )
     k: int | None = _flag(None, "visual entries that the draft reads, in place of a share")
     prompt: tuple[str, ...] = _flag((), "asked of each video; may be given several times")
     prompts: str = _flag("", "file with one prompt a line")
-    video_column: str = _flag("", "the manifest's column of videos; default: video, video_uri, url or path")
-    question_column: str = _flag("", "the manifest's column of questions; default: question or prompt")
+    video_column: str = _flag(
+        "", "the manifest's column of videos; default: video, video_uri, url or path"
+    )
+    question_column: str = _flag(
+        "", "the manifest's column of questions; default: question or prompt"
+    )
     frames: FrameOptions = field(default_factory=FrameOptions)
-    window_seconds: float | None = _flag(None, "one request per window of so many seconds of each video")
-    window_overlap: float = _flag(0.0, "seconds by which a window begins before the one before it ends")
+    window_seconds: float | None = _flag(
+        None, "one request per window of so many seconds of each video"
+    )
+    window_overlap: float = _flag(
+        0.0, "seconds by which a window begins before the one before it ends"
+    )
     max_tokens: int = _flag(256, "tokens written at most")
     min_tokens: int = _flag(0, "tokens written before the text may end")
-    temperature: float | None = _flag(None, "0 is greedy; default: as the model's generation configuration has it")
-    top_p: float | None = _flag(None, "draw from the likeliest tokens of this mass; default as above")
+    temperature: float | None = _flag(
+        None, "0 is greedy; default: as the model's generation configuration has it"
+    )
+    top_p: float | None = _flag(
+        None, "draw from the likeliest tokens of this mass; default as above"
+    )
     top_k: int | None = _flag(None, "draw from so many tokens; default as above")
     repetition_penalty: float | None = _flag(None, "above 1 against repetition; default as above")
-    seed: int | None = _flag(None, "of texts that are drawn: the same again on every run; without one they are not")
+    seed: int | None = _flag(
+        None, "of texts that are drawn: the same again on every run; without one they are not"
+    )
     stop: tuple[str, ...] = _flag((), "text at which the output ends; may be given several times")
     max_num_seqs: int = _flag(8, "rows that decode together in an engine")
-    max_model_len: int | None = _flag(None, "prompt, visual tokens and text together at most; default: the model's own")
+    max_model_len: int | None = _flag(
+        None, "prompt, visual tokens and text together at most; default: the model's own"
+    )
     dtype: Literal["float32", "bfloat16"] = _flag("float32", "of weights and cache")
-    strict: int = _flag(0, "pad verifications to N tokens a row: one text in bfloat16, whatever drafts; 0: don't")
-    pipeline_parallel_size: int = _flag(1, "GPUs of one machine over which an engine spreads the model's layers")
-    tensor_parallel_size: int = _flag(1, "GPUs of one machine that share each layer of an engine's model, by its heads")
-    concurrency: int | None = _flag(None, "engines; default: one per GPU (per so many as one is spread over), else 1")
+    strict: int = _flag(
+        0, "pad verifications to N tokens a row: one text in bfloat16, whatever drafts; 0: don't"
+    )
+    pipeline_parallel_size: int = _flag(
+        1, "GPUs of one machine over which an engine spreads the model's layers"
+    )
+    tensor_parallel_size: int = _flag(
+        1, "GPUs of one machine that share each layer of an engine's model, by its heads"
+    )
+    concurrency: int | None = _flag(
+        None, "engines; default: one per GPU (per so many as one is spread over), else 1"
+    )
     engine_timeout: float = _flag(600.0, "seconds without a step after which an engine is replaced")
-    stall_timeout: float = _flag(1800.0, "seconds without anything happening after which the run ends")
+    stall_timeout: float = _flag(
+        1800.0, "seconds without anything happening after which the run ends"
+    )
     limit: int | None = _flag(None, "only the first N requests of the input")
     dry_run: bool = _flag(False, "probe and plan only: no frame is decoded, nothing is written")
     retry_failed: bool = _flag(False, "run again what earlier runs left as error rows")
-    max_error_fraction: float = _flag(0.05, "share of failed requests from which on the exit code is 3")
-    max_bytes_in_flight: int | None = _flag(None, "bytes of frames held at once; default: 1/4 of the object store")
+    max_error_fraction: float = _flag(
+        0.05, "share of failed requests from which on the exit code is 3"
+    )
+    max_bytes_in_flight: int | None = _flag(
+        None, "bytes of frames held at once; default: 1/4 of the object store"
+    )
     decode_timeout: float = _flag(120.0, "seconds that decoding a video may take")
     rows_per_part: int = _flag(512, "rows in a Parquet part at most")
 
@@ -96,7 +136,9 @@ class Job:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{_hyphened(name)} is {value}: at least 1 is needed")
         if self.tensor_parallel_size > 1 and self.pipeline_parallel_size > 1:
-            raise UsageError("--tensor-parallel-size and --pipeline-parallel-size do not go together: one of them is 1")
+            raise UsageError(
+                "--tensor-parallel-size and --pipeline-parallel-size do not go together: one of them is 1"
+            )
         if self.tensor_parallel_size > 2 and self.strict:
             raise UsageError(
                 f"--tensor-parallel-size is {self.tensor_parallel_size}: --strict goes with 2 at most, since the order "
@@ -105,9 +147,13 @@ class Job:
         if self.price_per_hour is not None and not self.price_per_hour >= 0:
             raise UsageError(f"--price-per-hour is {self.price_per_hour}: 0 or more is needed")
         if not 0 <= self.max_error_fraction <= 1:
-            raise UsageError(f"--max-error-fraction is {self.max_error_fraction}: a share between 0 and 1 is needed")
+            raise UsageError(
+                f"--max-error-fraction is {self.max_error_fraction}: a share between 0 and 1 is needed"
+            )
         if self.window_seconds is not None and not self.window_seconds > 0:
-            raise UsageError(f"--window-seconds is {self.window_seconds}: seconds above 0 are needed")
+            raise UsageError(
+                f"--window-seconds is {self.window_seconds}: seconds above 0 are needed"
+            )
         if self.window_overlap and not 0 <= self.window_overlap < (self.window_seconds or 0):
             raise UsageError(
                 f"--window-overlap is {self.window_overlap}: from 0 to less than --window-seconds, which is "
@@ -124,10 +170,14 @@ class Job:
     @property
     def sampling(self) -> Sampling:
         """How tokens are chosen, in one record."""
-        return Sampling(**{f.name: getattr(self, f.name) for f in fields(Sampling) if hasattr(self, f.name)})
+        return Sampling(
+            **{f.name: getattr(self, f.name) for f in fields(Sampling) if hasattr(self, f.name)}
+        )
 
 
-def parse_job(argv: Sequence[str], prog: str, without: Sequence[str] = (), needs: Sequence[str] = ("input",)) -> Job:
+def parse_job(
+    argv: Sequence[str], prog: str, without: Sequence[str] = (), needs: Sequence[str] = ("input",)
+) -> Job:
     """The job that a command line asks for.
 
     Args:
@@ -136,8 +186,8 @@ def parse_job(argv: Sequence[str], prog: str, without: Sequence[str] = (), needs
         without: fields that this script has no flag for.
         needs: fields that must be given.
 
-    Raises:
-        UsageError: an unknown flag, a wrong type or value, an unreadable file; one sentence that names it.
+    Raises: UsageError: an unknown flag, a wrong type or value, an unreadable file; one sentence
+        that names it.
     """
     hints = {name: hint for name, hint in _hints().items() if name not in without}
     if {"-h", "--help"} & set(argv):
@@ -164,7 +214,7 @@ def parse_flags(cls: type[Any], argv: Sequence[str], prog: str) -> Any:
     return cls(**_typed(_words(argv, hints), hints, prog, cls))
 
 
-# ------------------------------------------------------------------------------------------------- words to values
+# ---------------------------------------------------------------------------------- words to values
 
 
 def _hints() -> dict[str, Any]:
@@ -193,7 +243,8 @@ def _key(word: str, hints: dict[str, Any], where: str = "") -> str:
 
 
 def _words(argv: Sequence[str], hints: dict[str, Any]) -> dict[str, list[str]]:
-    """Field names and the texts given for them. A value may begin with `-`; one that looks like a flag needs `=`."""
+    """Field names and the texts given for them. A value may begin with `-`; one that looks like a
+    flag needs `=`."""
     given: dict[str, list[str]] = {}
     rest = list(argv)
     while rest:
@@ -208,7 +259,9 @@ def _words(argv: Sequence[str], hints: dict[str, Any]) -> dict[str, list[str]]:
             if not rest or FLAG.fullmatch(rest[0]):
                 raise UsageError(f"flag {_hyphened(name)} needs a value")
             value = rest.pop(0)
-        before = given.get(name, []) if get_origin(hints[name]) is tuple else []  # else the last one counts
+        before = (
+            given.get(name, []) if get_origin(hints[name]) is tuple else []
+        )  # else the last one counts
         given[name] = [*before, value]
     return given
 
@@ -220,19 +273,25 @@ def _read_yaml(path: Path, hints: dict[str, Any]) -> dict[str, list[str]]:
     except OSError as error:
         raise UsageError(f"file {str(path)!r} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"file {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(
+            f"file {str(path)!r} is not YAML: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(content, dict):
         raise UsageError(f"file {str(path)!r} does not hold keys and values")
     given = {}
     for word, value in content.items():
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(v, str) for v in values):
-            raise UsageError(f"key {word!r} in {path} is nested: one value or a list of values is needed")
+            raise UsageError(
+                f"key {word!r} in {path} is nested: one value or a list of values is needed"
+            )
         given[_key(word, hints, str(path))] = values
     return given
 
 
-def _typed(given: dict[str, list[str]], hints: dict[str, Any], prog: str, cls: type[Any] = Job) -> dict[str, Any]:
+def _typed(
+    given: dict[str, list[str]], hints: dict[str, Any], prog: str, cls: type[Any] = Job
+) -> dict[str, Any]:
     """Field names and typed values; what was not given is left out."""
     for name, texts in given.items():
         if len(texts) > 1 and get_origin(hints[name]) is not tuple:
@@ -245,8 +304,13 @@ def _typed(given: dict[str, list[str]], hints: dict[str, Any], prog: str, cls: t
         name = key[1] if key else ""
         if name not in given:
             raise
-        raise UsageError(f"{_hyphened(name)} is {given[name][0]!r}: {_expected(hints[name])} is needed") from error
-    return {name: tuple(parsed[name]) if get_origin(hints[name]) is tuple else parsed[name] for name in given}
+        raise UsageError(
+            f"{_hyphened(name)} is {given[name][0]!r}: {_expected(hints[name])} is needed"
+        ) from error
+    return {
+        name: tuple(parsed[name]) if get_origin(hints[name]) is tuple else parsed[name]
+        for name in given
+    }
 
 
 def _expected(hint: Any) -> str:
@@ -262,14 +326,22 @@ def _parser(hints: dict[str, Any], prog: str, cls: type[Any] = Job) -> ArgumentP
     parser = ArgumentParser(prog=prog, exit_on_error=False)
     for name, hint in hints.items():
         told = known.get(name)
-        text = told.metadata.get("help", frames.get(name)) if told else "YAML file with any of these flags"
+        text = (
+            told.metadata.get("help", frames.get(name))
+            if told
+            else "YAML file with any of these flags"
+        )
         default = None if told is None or told.default is MISSING else told.default
-        many: dict[str, Any] = {"action": "append"} if get_origin(hint) is tuple else {"default": default}
-        parser.add_argument(_hyphened(name), dest=name, type=str if many.get("action") else hint, help=text, **many)
+        many: dict[str, Any] = (
+            {"action": "append"} if get_origin(hint) is tuple else {"default": default}
+        )
+        parser.add_argument(
+            _hyphened(name), dest=name, type=str if many.get("action") else hint, help=text, **many
+        )
     return parser
 
 
-# --------------------------------------------------------------------------------------------------------- presets
+# ------------------------------------------------------------------------------------------ presets
 
 
 def presets(kind: str) -> list[str]:
@@ -288,7 +360,8 @@ def _preset(model: str, hints: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def model_path(model: str) -> str:
-    """The folder or hub id behind `--model`; on any machine that has a checkout, presets are found in that checkout.
+    """The folder or hub id behind `--model`; on any machine that has a checkout, presets are found
+    in that checkout.
 
     Raises:
         UsageError: it is none of the presets, no folder, and cannot be a hub id.
@@ -301,7 +374,9 @@ def model_path(model: str) -> str:
         return str(Path(model).resolve())
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return model
-    raise UsageError(f"model {model!r} is no preset, folder or hub id{nearest(model, presets('model'))}")
+    raise UsageError(
+        f"model {model!r} is no preset, folder or hub id{nearest(model, presets('model'))}"
+    )
 
 
 def draft_of(job: Job) -> Draft | None:
@@ -316,10 +391,14 @@ def draft_of(job: Job) -> Draft | None:
         return None
     name = "std" if job.draft == "auto" else job.draft
     if name not in presets("draft"):
-        raise UsageError(f"--draft {name!r} is no preset of conf/draft{nearest(name, presets('draft'))}")
+        raise UsageError(
+            f"--draft {name!r} is no preset of conf/draft{nearest(name, presets('draft'))}"
+        )
     hints = get_type_hints(Draft)
     values = _typed(_read_yaml(CONF / "draft" / f"{name}.yaml", hints), hints, "draft", Draft)
-    values |= {key: value for key in ("keep", "k", "gamma") if (value := getattr(job, key)) is not None}
+    values |= {
+        key: value for key in ("keep", "k", "gamma") if (value := getattr(job, key)) is not None
+    }
     try:
         draft = Draft(**values)
         if job.mode == "sparse":

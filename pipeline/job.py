@@ -1,5 +1,6 @@
-"""A job from its command line to its exit code: 0 every request has a row, 1 stopped early and a rerun resumes, 2 the
-configuration or the input is wrong and nothing was started, 3 more requests failed than allowed."""
+"""A job from its command line to its exit code: 0 every request has a row, 1 stopped early and a
+rerun resumes, 2 the configuration or the input is wrong and nothing was started, 3 more requests
+failed than allowed."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def main(
 
 
 def guarded(prog: str, work: Callable[[], int]) -> int:
-    """Turns the ways in which a run ends early into an exit code and one sentence on standard error."""
+    """Turns the ways in which a run ends early into an exit code and one sentence on standard
+    error."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return work()
@@ -100,7 +102,8 @@ def prompts_of(job: Job, default_prompt: str) -> tuple[str, ...]:
 
 
 def plan_job(job: Job, default_prompt: str) -> int:
-    """Prints what the job would do; the last line is JSON. What is wrong for a run is wrong for its plan."""
+    """Prints what the job would do; the last line is JSON. What is wrong for a run is wrong for its
+    plan."""
     from pipeline.intake.survey_process import Survey  # needs PyTorch
 
     survey = Survey(job, prompts_of(job, default_prompt))
@@ -108,7 +111,9 @@ def plan_job(job: Job, default_prompt: str) -> int:
     every = [one for batch in survey.found() for one in batch]
     failed = [one for one in every if isinstance(one, Failed)]
     planned: list[Planned] = []
-    for one in fitting([one for one in every if isinstance(one, Planned)], outlook.profile, outlook.setting):
+    for one in fitting(
+        [one for one in every if isinstance(one, Planned)], outlook.profile, outlook.setting
+    ):
         (failed if isinstance(one, Failed) else planned).append(one)  # type: ignore[arg-type]
     report = dryrun.report(_waves(planned, outlook), failed, outlook)
     print(dryrun.table(report, failed))
@@ -117,12 +122,20 @@ def plan_job(job: Job, default_prompt: str) -> int:
 
 
 def outlook_of(job: Job, facts: Facts) -> dryrun.Outlook:
-    """What a plan's times are made from. Raises UsageError for a profile that is none, or is of something else."""
-    profile, draft = profile_for(job.profile, facts.revision, job.dtype, facts.account, facts.device), draft_of(job)
+    """What a plan's times are made from. Raises UsageError for a profile that is none, or is of
+    something else."""
+    profile, draft = (
+        profile_for(job.profile, facts.revision, job.dtype, facts.account, facts.device),
+        draft_of(job),
+    )
     if job.mode == "sparse" and draft is not None and (why := unfit_alone(profile, draft)):
         if job.profile:
             raise UsageError(f"--mode sparse is refused: {why}")
-        print(f"--mode sparse: nothing shows that its texts hold what is asked for: {why}", file=sys.stderr, flush=True)
+        print(
+            f"--mode sparse: nothing shows that its texts hold what is asked for: {why}",
+            file=sys.stderr,
+            flush=True,
+        )
     return dryrun.Outlook(profile, setting_of(job, draft, facts.draws), job.price_per_hour)
 
 
@@ -138,20 +151,24 @@ def run_job(
 ) -> dict[str, Any]:
     """Answers what has no row yet, and returns the summary that it also writes to the output.
 
-    Args:
-        survey: where the input is read; `pipeline.intake.survey_process.Here` in a process that has PyTorch loaded anyway.
-        driving: keywords of `pipeline.driver.cluster.drive`.
+    Args: survey: where the input is read; `pipeline.intake.survey_process.Here` in a process that
+        has PyTorch loaded anyway. driving: keywords of `pipeline.driver.cluster.drive`.
 
-    Raises:
-        UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended early and resumes.
+    Raises: UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended
+        early and resumes.
     """
     began, draft = time.monotonic(), draft_of(job)
     with survey(job, prompts_of(job, default_prompt)) as surveyor:
         await_output(job.output)  # meanwhile
         facts = surveyor.facts
-        setting = outlook_of(job, facts).setting  # what is wrong with a profile is said before anything starts
+        setting = outlook_of(
+            job, facts
+        ).setting  # what is wrong with a profile is said before anything starts
         profile_on = partial(profile_for, job.profile, facts.revision, job.dtype, facts.account)
-        options: dict[str, Any] = {"retry_failed": job.retry_failed, "rows_per_part": job.rows_per_part}
+        options: dict[str, Any] = {
+            "retry_failed": job.retry_failed,
+            "rows_per_part": job.rows_per_part,
+        }
         with (
             open_output(job.output, facts.input_schema, **options) as output,
             Watch(job.output, rows.about(job, draft), lambda: output.new) as watch,
@@ -163,15 +180,26 @@ def run_job(
             while pool.waiting():
                 watch.reading()
             if not pool.empty:
-                from pipeline.driver.cluster import (  # starts Ray's machinery, which a run without work does without
+                # starts Ray's machinery, which a run without work does without
+                from pipeline.driver.cluster import (
                     drive,
                 )
 
-                decoded = drive(job, pool, facts.window, recorder.answered, watch, tick=output.flush_due, **driving)
+                decoded = drive(
+                    job,
+                    pool,
+                    facts.window,
+                    recorder.answered,
+                    watch,
+                    tick=output.flush_due,
+                    **driving,
+                )
             output.flush()
             closing = surveyor.closing
             errors = closing.failed + recorder.errors
-            result = rows.summary(closing.requests, errors, output.totals, time.monotonic() - began, decoded)
+            result = rows.summary(
+                closing.requests, errors, output.totals, time.monotonic() - began, decoded
+            )
             output.write_summary(result)
     return result
 

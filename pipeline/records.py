@@ -1,7 +1,7 @@
-"""The records that travel through the pipeline, and who fills them: the command line (`FrameOptions`), the manifest
-(`Item`), the probe (`VideoInfo`), the plan (`FramePlan`, `Wave`), the frames stage (`Frames`). A failure of one
-request is a `RequestError` with one of the output contract's codes; a `UsageError` ends a run before it starts (exit
-code 2)."""
+"""The records that travel through the pipeline, and who fills them: the command line
+(`FrameOptions`), the manifest (`Item`), the probe (`VideoInfo`), the plan (`FramePlan`, `Wave`),
+the frames stage (`Frames`). A failure of one request is a `RequestError` with one of the output
+contract's codes; a `UsageError` ends a run before it starts (exit code 2)."""
 
 from __future__ import annotations
 
@@ -63,20 +63,19 @@ class UsageError(Exception):
 
 
 class RunError(Exception):
-    """A run ends before its time (exit code 1); what is written stays, and a rerun resumes. One sentence says why."""
+    """A run ends before its time (exit code 1); what is written stays, and a rerun resumes. One
+    sentence says why."""
 
 
 @dataclass(frozen=True)
 class FrameOptions:
     """Which frames of a video are looked at, by Qwen's names.
 
-    Args:
-        fps: frames sampled per second; ignored where `nframes` is given.
-        nframes: frames sampled in all.
-        min_frames, max_frames: bounds of the number of frames sampled by `fps`.
-        min_pixels, max_pixels: bounds of a frame's size after the resize; the model's own where not given.
-        total_pixels: bound of all frames' pixels together.
-        video_start, video_end: the part of the video that is looked at, in seconds.
+    Args: fps: frames sampled per second; ignored where `nframes` is given. nframes: frames sampled
+        in all. min_frames, max_frames: bounds of the number of frames sampled by `fps`. min_pixels,
+        max_pixels: bounds of a frame's size after the resize; the model's own where not given.
+        total_pixels: bound of all frames' pixels together. video_start, video_end: the part of the
+        video that is looked at, in seconds.
     """
 
     fps: float = 2.0
@@ -95,7 +94,9 @@ class FrameOptions:
         if self.nframes is not None and self.nframes < 1:
             raise UsageError(f"nframes is {self.nframes}: at least one frame is needed")
         if not 1 <= self.min_frames <= self.max_frames:
-            raise UsageError(f"min_frames {self.min_frames} and max_frames {self.max_frames}: 1 ≤ min ≤ max is needed")
+            raise UsageError(
+                f"min_frames {self.min_frames} and max_frames {self.max_frames}: 1 ≤ min ≤ max is needed"
+            )
         for name in ("min_pixels", "max_pixels", "total_pixels"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{name} is {value}: it has to be above 0")
@@ -104,13 +105,16 @@ class FrameOptions:
         if self.video_start is not None and self.video_start < 0:
             raise UsageError(f"video_start is {self.video_start}: it has to be 0 or later")
         if self.video_end is not None and self.video_end <= (self.video_start or 0):
-            raise UsageError(f"video_end {self.video_end} is not after video_start {self.video_start or 0}")
+            raise UsageError(
+                f"video_end {self.video_end} is not after video_start {self.video_start or 0}"
+            )
 
 
 @dataclass(frozen=True)
 class Item:
-    """One question about one video, as the input has it. `columns` are the manifest's own, carried to the output;
-    `given_id` is the manifest's own `request_id`; `occurrence` counts equal rows, from 0."""
+    """One question about one video, as the input has it. `columns` are the manifest's own, carried
+    to the output; `given_id` is the manifest's own `request_id`; `occurrence` counts equal rows,
+    from 0."""
 
     video_uri: str
     prompt: str
@@ -121,7 +125,8 @@ class Item:
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What the container's headers say. Sizes as displayed (after rotation); `exact` where `frames` can be trusted."""
+    """What the container's headers say. Sizes as displayed (after rotation); `exact` where `frames`
+    can be trusted."""
 
     uri: str
     size_bytes: int
@@ -172,7 +177,9 @@ class Planned:
     info: VideoInfo
     plan: FramePlan
     context: int
-    window: tuple[float, float] | None = None  # s, start and end of the part that it is about; None: what was chosen
+    window: tuple[float, float] | None = (
+        None  # s, start and end of the part that it is about; None: what was chosen
+    )
 
     @property
     def footage(self) -> str:
@@ -221,8 +228,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine decodes: what drafts (None decodes densely), in how many slots, and how much in which round. The
-    last may change on the way: setups that differ in nothing else are alike."""
+    """How an engine decodes: what drafts (None decodes densely), in how many slots, and how much in
+    which round. The last may change on the way: setups that differ in nothing else are alike."""
 
     draft: Draft | None  # with the largest γ that any round may have
     max_num_seqs: int
@@ -231,12 +238,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Wave:
-    """What an engine is handed: requests of like context length, in the order in which they enter its slots.
+    """What an engine is handed: requests of like context length, in the order in which they enter
+    its slots.
 
-    Args:
-        max_num_seqs: slots.
-        draft: what drafts; None decodes densely.
-        why: the ways that were weighed, the chosen one first, the others by what is expected of them.
+    Args: max_num_seqs: slots. draft: what drafts; None decodes densely. why: the ways that were
+        weighed, the chosen one first, the others by what is expected of them.
     """
 
     requests: tuple[Planned, ...]
@@ -257,8 +263,9 @@ class Wave:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a row is made of. `frames` is None where they failed; `attempts` counts the engines that the request was
-    handed to or, where there was none, the tries to decode it; `draft` is the last engine's."""
+    """What a row is made of. `frames` is None where they failed; `attempts` counts the engines that
+    the request was handed to or, where there was none, the tries to decode it; `draft` is the last
+    engine's."""
 
     request: Planned
     frames: Frames | None
@@ -269,8 +276,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pending:
-    """A request that has no row yet; `window` (s) where it is about a part of a long video, whose headers were read
-    already to know how many there are."""
+    """A request that has no row yet; `window` (s) where it is about a part of a long video, whose
+    headers were read already to know how many there are."""
 
     request_id: str
     item: Item
@@ -280,7 +287,8 @@ class Pending:
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that is known to fail before a frame is decoded; `info` is None where the video could not be read."""
+    """A request that is known to fail before a frame is decoded; `info` is None where the video
+    could not be read."""
 
     pending: Pending
     error: RequestError

@@ -1,8 +1,10 @@
-"""Files wherever they lie: local paths, `file://`, `s3://` (and single files behind `http(s)://`, reading only).
+"""Files wherever they lie: local paths, `file://`, `s3://` (and single files behind `http(s)://`,
+reading only).
 
-The only module that opens a URL; what names mean is in `uris.py`. Every failure is a `RequestError` (`not_found`,
-`access_denied`, `storage_error`) whose one sentence names the file without its credentials. S3's endpoint and
-credentials come from the standard AWS variables (`AWS_ENDPOINT_URL`, ...)."""
+The only module that opens a URL; what names mean is in `uris.py`. Every failure is a `RequestError`
+(`not_found`, `access_denied`, `storage_error`) whose one sentence names the file without its
+credentials. S3's endpoint and credentials come from the standard AWS variables (`AWS_ENDPOINT_URL`,
+...)."""
 
 from __future__ import annotations
 
@@ -37,7 +39,15 @@ __all__ = [
     "read_bytes", "recorded", "redact", "resolve", "shown",
 ]  # fmt: skip
 
-_FAILURES = (OSError, ValueError, ImportError, asyncio.TimeoutError, BotoCoreError, ClientError, aiohttp.ClientError)
+_FAILURES = (
+    OSError,
+    ValueError,
+    ImportError,
+    asyncio.TimeoutError,
+    BotoCoreError,
+    ClientError,
+    aiohttp.ClientError,
+)
 THREADS = 16  # calls of storage that run at once
 _threads = threading.local()
 _T = TypeVar("_T")
@@ -46,7 +56,8 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One file: `version` is its ETag or its mtime in ns, as text; it changes when the file does. Size in bytes."""
+    """One file: `version` is its ETag or its mtime in ns, as text; it changes when the file does.
+    Size in bytes."""
 
     uri: str
     size: int
@@ -67,18 +78,27 @@ def _errors(uri: str) -> Iterator[None]:
 
 def _request_error(uri: str, error: BaseException) -> RequestError:
     name, status = shown(uri) or "(no name)", getattr(error, "status", None)
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or status == 404:
+    if (
+        isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        or status == 404
+    ):
         return RequestError("not_found", f"{name}: there is no such file")
     if isinstance(error, PermissionError) or status in (401, 403):
-        return RequestError("access_denied", f"{name}: access is denied with the credentials in use")
+        return RequestError(
+            "access_denied", f"{name}: access is denied with the credentials in use"
+        )
     if isinstance(error, NoCredentialsError):
-        return RequestError("access_denied", f"{name}: there are no S3 credentials in the environment")
+        return RequestError(
+            "access_denied", f"{name}: there are no S3 credentials in the environment"
+        )
     return RequestError("storage_error", f"{name}: {_reason(error)}")
 
 
 def _reason(error: BaseException) -> str:
     """The error's own words in one line, without anything that looks like a credential."""
-    text = (error.strerror if isinstance(error, OSError) and error.strerror else str(error)) or type(error).__name__
+    text = (
+        error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    ) or type(error).__name__
     text = re.sub(r"[^\s/\"'=]+:[^\s/\"']+@", "", re.sub(r"\?[^\s\"']*", "", text))
     return " ".join(text.split())
 
@@ -87,29 +107,47 @@ def _reason(error: BaseException) -> str:
 
 
 def _remote(uri: str) -> tuple[Any, str]:
-    """The filesystem of a remote URI and the file's name in it. One object per thread: shared s3fs objects deadlock.
-    Keyed by process too, since a forked copy cannot be used, and by endpoint, since it is read only once."""
+    """The filesystem of a remote URI and the file's name in it. One object per thread: shared s3fs
+    objects deadlock. Keyed by process too, since a forked copy cannot be used, and by endpoint,
+    since it is read only once."""
     scheme, _, path = normalize(uri).partition("://")
     if scheme not in ("s3", "http", "https"):
-        raise ValueError(f"{scheme}:// is not supported; s3://, http(s)://, file:// and local paths are")
+        raise ValueError(
+            f"{scheme}:// is not supported; s3://, http(s)://, file:// and local paths are"
+        )
     protocol = "s3" if scheme == "s3" else "http"
-    key = (os.getpid(), protocol, os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
+    key = (
+        os.getpid(),
+        protocol,
+        os.environ.get("AWS_ENDPOINT_URL_S3"),
+        os.environ.get("AWS_ENDPOINT_URL"),
+    )
     known = _threads.__dict__.setdefault("filesystems", {})
     if key not in known:
         options = _s3_options() if protocol == "s3" else {}
-        known[key] = fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
+        known[key] = fsspec.filesystem(
+            protocol, skip_instance_cache=True, use_listings_cache=False, **options
+        )
     return known[key], path if protocol == "s3" else uri
 
 
 def _s3_options() -> dict[str, Any]:
     """Throttling, 5xx, resets and silence are tried again, after up to 1, 2, 4, ... 20 s."""
     tries = int(os.environ.get("AWS_MAX_ATTEMPTS", 7))
-    patience = {"retries": {"mode": "standard", "max_attempts": tries}, "connect_timeout": 10, "read_timeout": 30}
-    return {"max_concurrency": 1, "config_kwargs": patience}  # with more, a whole read asks for the size first
+    patience = {
+        "retries": {"mode": "standard", "max_attempts": tries},
+        "connect_timeout": 10,
+        "read_timeout": 30,
+    }
+    return {
+        "max_concurrency": 1,
+        "config_kwargs": patience,
+    }  # with more, a whole read asks for the size first
 
 
 def _keys(folder: str, prefix: str = "", delimiter: str = "") -> Iterator[tuple[str, int]]:
-    """(URI, size) of the objects of an S3 folder, in order, a page at a time; with a delimiter its own only."""
+    """(URI, size) of the objects of an S3 folder, in order, a page at a time; with a delimiter its
+    own only."""
     fs, path = _remote(folder)
     bucket, _, inner = path.partition("/")
     inner = inner.rstrip("/") + "/" if inner.strip("/") else ""
@@ -157,7 +195,8 @@ def is_file(uri: str) -> bool:
 
 
 def is_folder(uri: str) -> bool:
-    """Whether there is such a folder; on S3: whether any object, a folder's marker included, lies below the name."""
+    """Whether there is such a folder; on S3: whether any object, a folder's marker included, lies
+    below the name."""
     with _errors(uri):
         if (path := local_path(uri)) is not None:
             return os.path.isdir(path)
@@ -170,8 +209,9 @@ def is_folder(uri: str) -> bool:
 
 
 def list_files(uri: str, suffixes: Collection[str] = ()) -> Iterator[str]:
-    """The files below a folder or bucket prefix at any depth, sorted by name, those with one of the suffixes
-    (lower-case, with the dot; all if none are given); hidden ones are skipped. Raises RequestError."""
+    """The files below a folder or bucket prefix at any depth, sorted by name, those with one of the
+    suffixes (lower-case, with the dot; all if none are given); hidden ones are skipped. Raises
+    RequestError."""
     with _errors(uri):
         path = local_path(uri)
         found = _walk(path) if path is not None else _visible_keys(uri)
@@ -187,10 +227,13 @@ def _visible_keys(folder: str) -> Iterator[str]:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """Visible files below a local folder; a folder sorts as its name with a slash, so that whole paths are in order."""
+    """Visible files below a local folder; a folder sorts as its name with a slash, so that whole
+    paths are in order."""
     with os.scandir(folder) as entries:
         found = sorted(
-            (e.name + "/" if e.is_dir(follow_symlinks=False) else e.name) for e in entries if e.name[0] != "."
+            (e.name + "/" if e.is_dir(follow_symlinks=False) else e.name)
+            for e in entries
+            if e.name[0] != "."
         )
     for name in found:
         path = os.path.join(folder, name)
@@ -201,14 +244,17 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def list_sizes(folder: str) -> dict[str, int]:
-    """Name → size in bytes of a folder's own files, dot-names included, sorted; empty if there is no such folder."""
+    """Name → size in bytes of a folder's own files, dot-names included, sorted; empty if there is
+    no such folder."""
     with _errors(folder):
         if (path := local_path(folder)) is None:
             return {uri.rpartition("/")[2]: size for uri, size in _keys(folder, delimiter="/")}
         if not os.path.exists(path):
             return {}
         with os.scandir(path) as entries:
-            return dict(sorted((e.name, size) for e in entries if (size := _file_size(e)) is not None))
+            return dict(
+                sorted((e.name, size) for e in entries if (size := _file_size(e)) is not None)
+            )
 
 
 def _file_size(entry: os.DirEntry[str]) -> int | None:
@@ -225,9 +271,9 @@ def list_names(folder: str) -> list[str]:
 
 
 def expand(uri: str) -> Iterator[str]:
-    """The files a glob means, sorted: `*`, `?`, `[...]`, `**` as a whole path component, `{a,b}`; a `/` at the end
-    stands for everything below. A file with exactly this name is that file; a name without glob characters is itself.
-    Hidden files match only where the glob names the dot."""
+    """The files a glob means, sorted: `*`, `?`, `[...]`, `**` as a whole path component, `{a,b}`; a
+    `/` at the end stands for everything below. A file with exactly this name is that file; a name
+    without glob characters is itself. Hidden files match only where the glob names the dot."""
     if not uris.is_glob(uri) or uri.startswith(("http://", "https://")) or is_file(uri):
         yield normalize(uri)
         return
@@ -236,11 +282,18 @@ def expand(uri: str) -> Iterator[str]:
         base, rest = uris.literal_folder(whole, is_folder)
         patterns = uris.braces(rest)
         path = local_path(base)
-        yield from _local_matches(path, patterns) if path is not None else _remote_matches(base, patterns)
+        yield from (
+            _local_matches(path, patterns) if path is not None else _remote_matches(base, patterns)
+        )
 
 
 def _local_matches(base: str, patterns: list[str]) -> Iterator[str]:
-    found = {path for p in patterns for path in iglob(join(escape(base), p), recursive=True) if not os.path.isdir(path)}
+    found = {
+        path
+        for p in patterns
+        for path in iglob(join(escape(base), p), recursive=True)
+        if not os.path.isdir(path)
+    }
     return iter(sorted(found))
 
 
@@ -257,7 +310,8 @@ def _remote_matches(base: str, patterns: list[str]) -> Iterator[str]:
 
 
 class _Reader(io.RawIOBase):
-    """A range-reading, seekable file whose failures are `RequestError`s also while its user reads."""
+    """A range-reading, seekable file whose failures are `RequestError`s also while its user
+    reads."""
 
     def __init__(self, uri: str, file: Any):
         self._uri, self._file = uri, file
@@ -294,8 +348,9 @@ class _Reader(io.RawIOBase):
 
 @contextmanager
 def open_read(uri: str, block_size: int = 256 << 10) -> Iterator[_Reader]:
-    """A seekable binary file. Remote ones are read in ranges of `block_size` bytes ahead: a probe of a large video then
-    reads a megabyte or two, where s3fs's own 50 MB would read all of it. Raises RequestError, while reading too."""
+    """A seekable binary file. Remote ones are read in ranges of `block_size` bytes ahead: a probe
+    of a large video then reads a megabyte or two, where s3fs's own 50 MB would read all of it.
+    Raises RequestError, while reading too."""
     with _errors(uri):
         if not uri:
             raise FileNotFoundError(uri)
@@ -319,13 +374,15 @@ def read_bytes(uri: str) -> bytes:
 
 
 def each(do: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-    """`do` of every item, in order; in threads where there are many, since a small remote read is mostly waiting."""
+    """`do` of every item, in order; in threads where there are many, since a small remote read is
+    mostly waiting."""
     return list(map(do, items) if len(items) < 16 else _pool(os.getpid()).map(do, items))
 
 
 @cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """Kept, with its threads' connections: to open one takes longer than many reads. A forked process has its own."""
+    """Kept, with its threads' connections: to open one takes longer than many reads. A forked
+    process has its own."""
     return ThreadPoolExecutor(8, "storage")
 
 
@@ -333,7 +390,8 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 def put(uri: str, data: bytes) -> None:
-    """Writes a file so that nobody ever sees half of it: one put, or a dot-name, fsync and `os.replace`."""
+    """Writes a file so that nobody ever sees half of it: one put, or a dot-name, fsync and
+    `os.replace`."""
     with _errors(uri):
         if (path := local_path(uri)) is None:
             fs, name = _remote(uri)
@@ -345,8 +403,9 @@ def put(uri: str, data: bytes) -> None:
 
 
 def put_if_absent(uri: str, data: bytes) -> bool:
-    """Writes a file unless there is one, whole and at once; False if there is. Of several writers one gets True: data
-    that no other writer would write tells apart a put that S3 did and answered too late from somebody else's."""
+    """Writes a file unless there is one, whole and at once; False if there is. Of several writers
+    one gets True: data that no other writer would write tells apart a put that S3 did and answered
+    too late from somebody else's."""
     with _errors(uri):
         if (path := local_path(uri)) is None:
             return _create(uri, data)
@@ -362,7 +421,8 @@ def put_if_absent(uri: str, data: bytes) -> bool:
 
 
 def _create(uri: str, data: bytes) -> bool:
-    """S3's conditional put. After a reply that got lost, the retry finds what the first try wrote: then it is ours."""
+    """S3's conditional put. After a reply that got lost, the retry finds what the first try wrote:
+    then it is ours."""
     fs, name = _remote(uri)
     for _ in range(10):
         try:
@@ -379,7 +439,8 @@ def _create(uri: str, data: bytes) -> bool:
 
 
 def _draft(path: str, data: bytes) -> str:
-    """Data under a dot-name beside its place, on the disk for good; nothing where the disk refuses it."""
+    """Data under a dot-name beside its place, on the disk for good; nothing where the disk refuses
+    it."""
     folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)
     draft = os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
@@ -405,7 +466,8 @@ def _sync_folder(path: str) -> None:
 
 
 def make_folder(uri: str) -> None:
-    """A folder that is there even while it is empty; on S3 by the empty object consoles write for that."""
+    """A folder that is there even while it is empty; on S3 by the empty object consoles write for
+    that."""
     with _errors(uri):
         if (path := local_path(uri)) is not None:
             os.makedirs(path, exist_ok=True)
@@ -428,8 +490,11 @@ def delete(uri: str) -> None:
             return
 
 
-def map_concurrently(function: Callable[[_T], _R], arguments: Iterable[_T], threads: int = THREADS) -> dict[_T, _R]:
-    """Results of a function that mostly waits for storage, by argument; at most `threads` calls run at once."""
+def map_concurrently(
+    function: Callable[[_T], _R], arguments: Iterable[_T], threads: int = THREADS
+) -> dict[_T, _R]:
+    """Results of a function that mostly waits for storage, by argument; at most `threads` calls run
+    at once."""
     known = list(arguments)
     with ThreadPoolExecutor(max(1, min(threads, len(known)))) as pool:
         return dict(zip(known, pool.map(function, known), strict=True))

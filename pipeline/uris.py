@@ -1,7 +1,7 @@
 """What a file is called: spellings, folders, globs and credentials of names. Looks at no file.
 
-A name is literal: `#`, `%`, commas, spaces and quotes mean nothing. Only `storage.py` uses this module; the others find
-these functions there."""
+A name is literal: `#`, `%`, commas, spaces and quotes mean nothing. Only `storage.py` uses this
+module; the others find these functions there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from glob import has_magic
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
-_SIGNING = re.compile(  # query parameters of presigned URLs (S3, Google, Azure), and other credentials
-    r"^x-(amz|goog)-|sig|token|credential|secret|passw|auth|api.?key|accesskey|policy|expires|^s[eprtv]$", re.IGNORECASE
+# query parameters of presigned URLs (S3, Google, Azure), and other credentials
+_SIGNING = re.compile(
+    r"^x-(amz|goog)-|sig|token|credential|secret|passw|auth|api.?key|accesskey|policy|expires|^s[eprtv]$",
+    re.IGNORECASE,
 )
 
 
@@ -25,7 +27,8 @@ def local_path(uri: str) -> str | None:
 
 
 def normalize(uri: str) -> str:
-    """The one spelling a file has here: a local one as an absolute path, a remote one as it is. Empty stays empty."""
+    """The one spelling a file has here: a local one as an absolute path, a remote one as it is.
+    Empty stays empty."""
     return uri and (local_path(uri) or re.sub("^s3a://", "s3://", uri))
 
 
@@ -40,7 +43,8 @@ def parent(uri: str) -> str:
 
 
 def resolve(uri: str, folder: str) -> str:
-    """What a file list in `folder` means by `uri`: itself if absolute or a URL, else relative to the folder."""
+    """What a file list in `folder` means by `uri`: itself if absolute or a URL, else relative to
+    the folder."""
     if not uri or _SCHEME.match(uri) or uri.startswith("/"):
         return normalize(uri)
     if (local := local_path(folder)) is not None:
@@ -50,7 +54,8 @@ def resolve(uri: str, folder: str) -> str:
 
 
 def redact(uri: str) -> str:
-    """The URI without user-info and without the signing parts of a query; local paths stay as they are."""
+    """The URI without user-info and without the signing parts of a query; local paths stay as they
+    are."""
     if local_path(uri) is not None:
         return uri
     scheme, _, rest = uri.partition("://")
@@ -58,13 +63,18 @@ def redact(uri: str) -> str:
     if scheme in ("http", "https"):
         rest, _, query = rest.partition("?")
     host, slash, path = rest.partition("/")
-    kept = [pair for pair in query.split("&") if pair and not _SIGNING.search(pair.partition("=")[0])]
+    kept = [
+        pair for pair in query.split("&") if pair and not _SIGNING.search(pair.partition("=")[0])
+    ]
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}{'?' if kept else ''}{'&'.join(kept)}"
 
 
 def shown(uri: str) -> str:
-    """The URI as messages and logs have it: without credentials, in one line, whatever characters it holds."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in redact(uri))
+    """The URI as messages and logs have it: without credentials, in one line, whatever characters
+    it holds."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in redact(uri)
+    )
 
 
 def recorded(uri: str) -> str:
@@ -78,10 +88,13 @@ def is_glob(name: str) -> bool:
 
 
 def literal_folder(uri: str, is_folder: Callable[[str], bool]) -> tuple[str, str]:
-    """Cuts a glob at the first component that is one; folders whose names only look like globs are names."""
+    """Cuts a glob at the first component that is one; folders whose names only look like globs are
+    names."""
     components = uri.split("/")
     for i, component in enumerate(components):
-        if is_glob(component) and (i == len(components) - 1 or not is_folder("/".join(components[: i + 1]))):
+        if is_glob(component) and (
+            i == len(components) - 1 or not is_folder("/".join(components[: i + 1]))
+        ):
             return "/".join(components[:i]) or "/", "/".join(components[i:])
     return "/".join(components[:-1]), components[-1]
 
@@ -91,7 +104,9 @@ def braces(pattern: str) -> list[str]:
     match = re.search(r"\{([^{}]*,[^{}]*)\}", pattern)
     if match is None:
         return [pattern]
-    whole = [pattern[: match.start()] + choice + pattern[match.end() :] for choice in match[1].split(",")]
+    whole = [
+        pattern[: match.start()] + choice + pattern[match.end() :] for choice in match[1].split(",")
+    ]
     return sorted({found for choice in whole for found in braces(choice)})
 
 

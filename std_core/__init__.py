@@ -1,4 +1,5 @@
-"""The decoding method: models, KV caches, selection of what a draft sees, acceptance, the decode loop, the engine.
+"""The decoding method: models, KV caches, selection of what a draft sees, acceptance, the decode
+loop, the engine.
 
 Knows nothing of Ray, files, URLs, Parquet or video codecs.
 """
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """`sparse_to_dense`, when it is asked for: processes that only decode video import this package without torch."""
+    """`sparse_to_dense`, when it is asked for: processes that only decode video import this package
+    without torch."""
     if name == "sparse_to_dense":
         from std_core.generate import sparse_to_dense
 

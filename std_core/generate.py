@@ -1,4 +1,5 @@
-"""The engine behind `generate`'s own signature, for notebooks and for code that has a loaded Hugging Face model."""
+"""The engine behind `generate`'s own signature, for notebooks and for code that has a loaded
+Hugging Face model."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from std_core.types import Draft, Request, Result, Sampling
 
 
 def sparse_to_dense(model: Any, draft: Draft | None = None, **settings: int) -> SparseToDense:
-    """A drop-in for a loaded model's `generate`: the same tokens, drafted sparsely and verified densely.
+    """A drop-in for a loaded model's `generate`: the same tokens, drafted sparsely and verified
+    densely.
 
-    Args:
-        model: any supported Hugging Face Video-LLM or text model. Its own `generate` goes on working.
-        draft: what drafts; top-K by the question's attention (Sparse-to-Dense §3.2) if not given.
-        settings: fields of `Engine`: `max_num_seqs`, `prefill_chunk`, `seed`, `strict`.
+    Args: model: any supported Hugging Face Video-LLM or text model. Its own `generate` goes on
+        working. draft: what drafts; top-K by the question's attention (Sparse-to-Dense §3.2) if not
+        given. settings: fields of `Engine`: `max_num_seqs`, `prefill_chunk`, `seed`, `strict`.
 
     Raises:
         ValueError: the model's architecture cannot be driven.
@@ -31,8 +32,8 @@ def sparse_to_dense(model: Any, draft: Draft | None = None, **settings: int) -> 
 
 
 class SparseToDense:
-    """See `sparse_to_dense`. `results` are those of the last call, row by row: rounds, proposed and accepted tokens,
-    share of the KV entries that the draft read, times."""
+    """See `sparse_to_dense`. `results` are those of the last call, row by row: rounds, proposed and
+    accepted tokens, share of the KV entries that the draft read, times."""
 
     def __init__(self, hf: Any, draft: Draft, **settings: int):
         self.hf, self.draft, self.results = hf, draft, list[Result]()
@@ -57,12 +58,13 @@ class SparseToDense:
         pad_token_id: int | None = None,
         **shown: Any,
     ) -> torch.Tensor:
-        """What `model.generate` with the same arguments returns (greedy, and as the generation configuration has it).
+        """What `model.generate` with the same arguments returns (greedy, and as the generation
+        configuration has it).
 
-        Args:
-            input_ids, attention_mask: (B, n); masked places are skipped, on whichever side.
-            seed: of row i is `seed` + i; with it a sampled text is the same again, without it is a fresh draw.
-            shown: the processor's other outputs (`pixel_values_videos`, `video_grid_thw`, `mm_token_type_ids`, …), as
+        Args: input_ids, attention_mask: (B, n); masked places are skipped, on whichever side. seed:
+            of row i is `seed` + i; with it a sampled text is the same again, without it is a fresh
+            draw. shown: the processor's other outputs (`pixel_values_videos`, `video_grid_thw`,
+            `mm_token_type_ids`, …), as
                 one batch.
 
         Returns:
@@ -75,16 +77,26 @@ class SparseToDense:
         theirs = self.hf.generation_config
         limit = max_new_tokens if max_new_tokens is not None else theirs.max_new_tokens
         if limit is None:
-            raise ValueError("max_new_tokens is missing: neither the call nor the generation configuration has one")
+            raise ValueError(
+                "max_new_tokens is missing: neither the call nor the generation configuration has one"
+            )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         longest, window = int(mask.sum(1).max()), self._engine.checkpoint.max_model_len
         if longest + limit > window:
-            raise ValueError(f"{longest} tokens of prompt and max_new_tokens = {limit}: the window holds {window}")
+            raise ValueError(
+                f"{longest} tokens of prompt and max_new_tokens = {limit}: the window holds {window}"
+            )
         if do_sample and temperature is None:
             temperature = theirs.temperature or 1.0
         if do_sample is False:
             temperature = 0.0
-        fed = dict(zip(map(str, range(len(input_ids))), _rows(self.hf.config, input_ids, mask, shown), strict=True))
+        fed = dict(
+            zip(
+                map(str, range(len(input_ids))),
+                _rows(self.hf.config, input_ids, mask, shown),
+                strict=True,
+            )
+        )
         requests = [
             Request(
                 name,
@@ -102,12 +114,18 @@ class SparseToDense:
             for name in fed
         ]
         self.results = self._run(requests, fed)
-        return self._padded(input_ids, theirs.pad_token_id if pad_token_id is None else pad_token_id)
+        return self._padded(
+            input_ids, theirs.pad_token_id if pad_token_id is None else pad_token_id
+        )
 
     def _run(self, requests: list[Request], fed: dict[str, Inputs]) -> list[Result]:
-        self._engine.model.attach()  # outside of calls the model keeps its own, so that its own `generate` works
+        # outside of calls the model keeps its own, so that its own `generate` works
+        self._engine.model.attach()
         try:
-            results = {r.request_id: r for r in self._engine.run(requests, self.draft, lambda r: fed[r.request_id])}
+            results = {
+                r.request_id: r
+                for r in self._engine.run(requests, self.draft, lambda r: fed[r.request_id])
+            }
         finally:
             self._engine.model.detach()
         for result in results.values():
@@ -134,7 +152,9 @@ class _Given:
         return ""
 
 
-def _rows(config: Any, ids: torch.Tensor, mask: torch.Tensor, shown: dict[str, Any]) -> Iterator[Inputs]:
+def _rows(
+    config: Any, ids: torch.Tensor, mask: torch.Tensor, shown: dict[str, Any]
+) -> Iterator[Inputs]:
     """What a processor made of a batch, row by row and without padding.
 
     Raises:
@@ -146,7 +166,11 @@ def _rows(config: Any, ids: torch.Tensor, mask: torch.Tensor, shown: dict[str, A
     if types is None:
         places = (getattr(config, f"{kind}_token_id", -1) for kind in ("image", "video"))
         types = sum(kind * (ids == place).long() for kind, place in enumerate(places, 1))
-    images = _items(config, rest.pop("pixel_values", None), rest.pop("image_grid_thw", rest.pop("image_sizes", None)))
+    images = _items(
+        config,
+        rest.pop("pixel_values", None),
+        rest.pop("image_grid_thw", rest.pop("image_sizes", None)),
+    )
     videos = _items(config, rest.pop("pixel_values_videos", None), rest.pop("video_grid_thw", None))
     counts = rest.pop("batch_num_images", None)  # LLaVA-OneVision's: how many images a row has
     seconds = rest.pop("second_per_grid_ts", None)
@@ -164,7 +188,9 @@ def _rows(config: Any, ids: torch.Tensor, mask: torch.Tensor, shown: dict[str, A
             kinds[None],
             *_joined(clips),
             *_joined(pictures),
-            seconds=torch.tensor([float(next(pace)) for _ in clips]) if clips and seconds is not None else None,
+            seconds=torch.tensor([float(next(pace)) for _ in clips])
+            if clips and seconds is not None
+            else None,
         )
 
 
@@ -193,11 +219,17 @@ def _items(config: Any, patches: Any, grids: torch.Tensor | None) -> Iterator[_I
         at = 0
         for grid in grids:
             count = int(grid.prod())
-            yield _Item(patches[at : at + count], grid[None], count // config.vision_config.spatial_merge_size**2)
+            yield _Item(
+                patches[at : at + count],
+                grid[None],
+                count // config.vision_config.spatial_merge_size**2,
+            )
             at += count
 
 
-def _take(items: Iterator[_Item], tokens: int, row: int, name: str, count: int | None = None) -> list[_Item]:
+def _take(
+    items: Iterator[_Item], tokens: int, row: int, name: str, count: int | None = None
+) -> list[_Item]:
     """The next of them, as many as a row has placeholders for."""
     if count is not None:
         return list(islice(items, count))
@@ -205,7 +237,9 @@ def _take(items: Iterator[_Item], tokens: int, row: int, name: str, count: int |
     while sum(item.tokens for item in taken) < tokens and (item := next(items, None)) is not None:
         taken.append(item)
     if sum(item.tokens for item in taken) != tokens:
-        raise ValueError(f"row {row} has {tokens} places of its {name}s, which is no number of whole {name}s")
+        raise ValueError(
+            f"row {row} has {tokens} places of its {name}s, which is no number of whole {name}s"
+        )
     return taken
 
 

@@ -1,5 +1,5 @@
-"""The records that cross the decoding core's border. Filled by: the caller (`Request`, `Sampling`, `Draft`), the plan
-(`Pace`), the checkpoint (`Geometry`), the engine (`Result`, `Counters`)."""
+"""The records that cross the decoding core's border. Filled by: the caller (`Request`, `Sampling`,
+`Draft`), the plan (`Pace`), the checkpoint (`Geometry`), the engine (`Result`, `Counters`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:  # for the annotation only: decoding processes load these records and should start fast
+if (
+    TYPE_CHECKING
+):  # for the annotation only: decoding processes load these records and should start fast
     import torch
 
 Mode = Literal["std", "dense", "sparse"]
@@ -18,7 +20,8 @@ ROUNDS = 3  # that have drafted, below which they say nothing about a draft
 
 
 class RequestError(Exception):
-    """What makes one request fail and leaves the others alone. `code` is one of the output contract's error codes."""
+    """What makes one request fail and leaves the others alone. `code` is one of the output
+    contract's error codes."""
 
     def __init__(self, code: str, message: str):
         super().__init__(message)
@@ -30,13 +33,14 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a checkpoint's vision tower cuts frames into tokens; sizes in pixels, budgets in pixels per frame.
+    """How a checkpoint's vision tower cuts frames into tokens; sizes in pixels, budgets in pixels
+    per frame.
 
-    Args:
-        video_pixels: budget of all frames together, for models that have one.
-        total_pixels: as `total_pixels` of Qwen's options, where those don't say: what bounds each frame to an even
+    Args: video_pixels: budget of all frames together, for models that have one. total_pixels: as
+        `total_pixels` of Qwen's options, where those don't say: what bounds each frame to an even
             share of it (qwen-vl-utils' cap).
-        frame: height and width that each frame is brought to, whatever its shape, for models that know one size only.
+        frame: height and width that each frame is brought to, whatever its shape, for models that
+            know one size only.
         frame_tokens: tokens of such a frame.
         closing_tokens: what follows the last of them.
     """
@@ -58,7 +62,8 @@ class Geometry:
         return self.patch_size * self.merge_size
 
     def tokens(self, frames: int, height: int, width: int) -> int:
-        """Visual tokens of `frames` frames of a resized height and width (multiples of `factor`)."""
+        """Visual tokens of `frames` frames of a resized height and width (multiples of
+        `factor`)."""
         if self.frame is not None:
             return frames * self.frame_tokens + self.closing_tokens
         pairs = -(-frames // self.temporal_patch_size)
@@ -67,15 +72,15 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the full model's next token is chosen. What is None is as the checkpoint's generation configuration has it.
+    """How the full model's next token is chosen. What is None is as the checkpoint's generation
+    configuration has it.
 
-    Args:
-        max_tokens, min_tokens: bounds of what is written; no stop before `min_tokens`.
-        temperature: 0 is greedy.
-        top_p, top_k, repetition_penalty: as transformers' processors of those names do it.
-        seed: a text that depends on nothing but the model, the request and this number; without one a draw is fresh.
-        stop: texts at whose first appearance the output ends; they are not part of it.
-        stop_token_ids: ids that end the output besides the checkpoint's own.
+    Args: max_tokens, min_tokens: bounds of what is written; no stop before `min_tokens`.
+        temperature: 0 is greedy. top_p, top_k, repetition_penalty: as transformers' processors of
+        those names do it. seed: a text that depends on nothing but the model, the request and this
+        number; without one a draw is fresh. stop: texts at whose first appearance the output ends;
+        they are not part of it. stop_token_ids: ids that end the output besides the checkpoint's
+        own.
     """
 
     max_tokens: int = 256
@@ -106,27 +111,31 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draft:
-    """How tokens are drafted: from which part of the context, with which part of the weights, and how many at a time
-    before the full model verifies.
+    """How tokens are drafted: from which part of the context, with which part of the weights, and
+    how many at a time before the full model verifies.
 
-    Args:
-        policy: what it sees of the visual entries. `std`: per layer and KV head the top K by the question's attention
-            (Sparse-to-Dense §3.2). `snapkv`: the same by the last 64 prompt tokens' attention, and sinks (Crossover
-            §4.1). `specvlm`: one set for all layers, the smallest that holds `nucleus` of the attention, filled up
-            evenly (SpecVLM, stages I and II). `window`: sinks and the newest. `random`: the control. `full`:
-            everything. `ngram`: prompt lookup, no model: what followed the newest words when they stood before.
-        keep: kept share of the visual entries per layer and KV head, in (0, 1]; used where `k` is None.
+    Args: policy: what it sees of the visual entries. `std`: per layer and KV head the top K by the
+        question's attention
+            (Sparse-to-Dense §3.2). `snapkv`: the same by the last 64 prompt tokens' attention, and
+            sinks (Crossover §4.1). `specvlm`: one set for all layers, the smallest that holds
+            `nucleus` of the attention, filled up evenly (SpecVLM, stages I and II). `window`: sinks
+            and the newest. `random`: the control. `full`: everything. `ngram`: prompt lookup, no
+            model: what followed the newest words when they stood before.
+        keep: kept share of the visual entries per layer and KV head, in (0, 1]; used where `k` is
+            None.
         k: kept visual entries per layer and KV head.
         gamma: γ, tokens drafted per round.
         nucleus: λ of `specvlm`, in (0, 1].
         sinks: of `window` and `snapkv`, entries kept from the start.
         seed: of `random`.
-        refresh: rounds after which `std` and `snapkv` choose again, by what the newest tokens look at; 0: never.
+        refresh: rounds after which `std` and `snapkv` choose again, by what the newest tokens look
+            at; 0: never.
         depth: share of the layers, in (0, 1], behind which it exits (LayerSkip).
-        channels: r_P, share of the input channels of each projection that is computed with, the largest (TEAL).
+        channels: r_P, share of the input channels of each projection that is computed with, the
+            largest (TEAL).
         weights: `int8` or `int4` copies of the projections, packed; `full`: the model's own.
-        model: folder or hub id of a second, smaller model with the same tokenizer that drafts from the chosen visual
-            tokens (SpecVLM's pair).
+        model: folder or hub id of a second, smaller model with the same tokenizer that drafts from
+            the chosen visual tokens (SpecVLM's pair).
     """
 
     policy: Policy = "std"
@@ -158,9 +167,13 @@ class Draft:
                 "refresh chooses again by attention: it goes with the policies std and snapkv of one model"
             )
         if self.channels < 1 and self.model:
-            raise ValueError("channels are calibrated on the model itself: they do not go with a second model")
+            raise ValueError(
+                "channels are calibrated on the model itself: they do not go with a second model"
+            )
         if self.policy == "ngram" and (self.cheaper or self.model):
-            raise ValueError("ngram drafts without a model: depth, channels, weights and model do not go with it")
+            raise ValueError(
+                "ngram drafts without a model: depth, channels, weights and model do not go with it"
+            )
 
     @property
     def stands_alone(self) -> bool:
@@ -184,11 +197,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Pace:
-    """How many tokens a round drafts, in the place of a draft's one γ: by the rows that take part in it, and by how
-    many of the first tokens that were drafted lately have been accepted, which no γ makes more or less likely.
+    """How many tokens a round drafts, in the place of a draft's one γ: by the rows that take part
+    in it, and by how many of the first tokens that were drafted lately have been accepted, which no
+    γ makes more or less likely.
 
-    Args:
-        gammas: γ by [rows - 1][class of acceptance], whose classes divide 0 to 1 evenly; 0 is a dense step. With more
+    Args: gammas: γ by [rows - 1][class of acceptance], whose classes divide 0 to 1 evenly; 0 is a
+        dense step. With more
             rows than it knows, as with the most of them.
         expected: a, the acceptance that is reckoned with until some is seen.
     """
@@ -198,7 +212,9 @@ class Pace:
 
     def __post_init__(self) -> None:
         if not self.gammas or not all(self.gammas) or self.least < 0:
-            raise ValueError("a pace needs γ of 0 or more for each number of rows and class of acceptance")
+            raise ValueError(
+                "a pace needs γ of 0 or more for each number of rows and class of acceptance"
+            )
 
     @property
     def least(self) -> int:
@@ -214,8 +230,8 @@ class Pace:
         return classes[min(int(acceptance * len(classes)), len(classes) - 1)]
 
     def acceptance(self, rounds: Sequence[tuple[int, int]]) -> float:
-        """a by the last rounds' (accepted first tokens, refused ones), once `ROUNDS` of them have any; the expected one
-        before. That weighs as much as one token."""
+        """a by the last rounds' (accepted first tokens, refused ones), once `ROUNDS` of them have
+        any; the expected one before. That weighs as much as one token."""
         if sum(map(any, rounds)) < ROUNDS:
             return self.expected
         accepted, refused = map(sum, zip(*rounds, strict=True))
@@ -226,13 +242,16 @@ class Pace:
 class Request:
     """One prompt about a video, several, images, or nothing but text.
 
-    Args:
-        frames: (T, height, width, 3) uint8, one video; sides multiples of `Geometry.factor`, or any where there is a
+    Args: frames: (T, height, width, 3) uint8, one video; sides multiples of `Geometry.factor`, or
+        any where there is a
             `Geometry.frame`.
-        videos, images: more of the kind; images are (height, width, 3). Shown in the order frames, videos, images.
-        video: names what several requests share, so that it is seen and prefilled once; empty shares nothing.
+        videos, images: more of the kind; images are (height, width, 3). Shown in the order frames,
+            videos, images.
+        video: names what several requests share, so that it is seen and prefilled once; empty
+            shares nothing.
         fps: sampled frames per second, for models whose positions or prompts use it.
-        times: s, when each of `frames` is shown, for models whose prompts tell it; evenly from 0 if not given.
+        times: s, when each of `frames` is shown, for models whose prompts tell it; evenly from 0 if
+            not given.
     """
 
     request_id: str
@@ -248,7 +267,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a request. Times in seconds; those of a batch's shared work are the row's share of it."""
+    """What became of a request. Times in seconds; those of a batch's shared work are the row's
+    share of it."""
 
     request_id: str
     token_ids: list[int]
@@ -256,7 +276,9 @@ class Result:
     finish_reason: FinishReason
     num_prompt_tokens: int = 0
     num_visual_tokens: int = 0
-    kv_keep: float = 1.0  # entries the draft read over entries of the context, at the end of prefill
+    kv_keep: float = (
+        1.0  # entries the draft read over entries of the context, at the end of prefill
+    )
     weight_keep: float = 1.0  # bytes of weights the draft read over the model's
     rounds: int = 0
     drafted: int = 0  # tokens, γ of each round

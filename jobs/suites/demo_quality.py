@@ -1,6 +1,7 @@
-"""How right the demo model is: clips of 1 to 8 scenes, encoded as H.264 and read back through the frames stage, are
-captioned and asked questions, and what it writes is compared with what was drawn. With `--visual-tokens` the clips have
-4 to 12 longer scenes, so that every context holds about that many visual tokens."""
+"""How right the demo model is: clips of 1 to 8 scenes, encoded as H.264 and read back through the
+frames stage, are captioned and asked questions, and what it writes is compared with what was drawn.
+With `--visual-tokens` the clips have 4 to 12 longer scenes, so that every context holds about that
+many visual tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +63,11 @@ class Tally:
 
     def add(self, asked: Asked, text: str) -> None:
         kind = "answer_accuracy" if asked.answer else "caption_clause_accuracy"
-        right, counted = (text.strip() == asked.answer, 1) if asked.answer else world.right_clauses(asked.scenes, text)
+        right, counted = (
+            (text.strip() == asked.answer, 1)
+            if asked.answer
+            else world.right_clauses(asked.scenes, text)
+        )
         self.right[len(asked.scenes), kind] += right
         self.counted[len(asked.scenes), kind] += counted
 
@@ -104,13 +109,17 @@ def _figures(flags: Flags, tally: Tally, results: list[Result]) -> dict[str, Any
         "clips": flags.clips,
         "seed": flags.seed,
         "requests": len(results),
-        "accepted_per_round": round(sum(r.accepted for r in results) / rounds, 4) if rounds else 0.0,
+        "accepted_per_round": round(sum(r.accepted for r in results) / rounds, 4)
+        if rounds
+        else 0.0,
         "visual_tokens": round(sum(r.num_visual_tokens for r in results) / len(results), 1),
         "kv_keep": round(sum(r.kv_keep for r in results) / len(results), 4),
     }
 
 
-def _requests(flags: Flags, engine: Engine, truth: dict[str, Asked], folder: Path) -> Iterator[Request]:
+def _requests(
+    flags: Flags, engine: Engine, truth: dict[str, Asked], folder: Path
+) -> Iterator[Request]:
     """Clip by clip, as the engine asks for them."""
     rng = random.Random(f"demo_quality {flags.seed}")
     for number in range(flags.clips):
@@ -127,19 +136,25 @@ def _requests(flags: Flags, engine: Engine, truth: dict[str, Asked], folder: Pat
             yield Request(name, prompt, frames, str(number), fps, Sampling(MAX_TOKENS))
 
 
-def _clip(rng: random.Random, visual_tokens: int | None, geometry: Geometry) -> tuple[tuple[world.Scene, ...], bytes]:
-    """A short clip, or one whose scenes are repeated until its frames make about `visual_tokens` tokens."""
+def _clip(
+    rng: random.Random, visual_tokens: int | None, geometry: Geometry
+) -> tuple[tuple[world.Scene, ...], bytes]:
+    """A short clip, or one whose scenes are repeated until its frames make about `visual_tokens`
+    tokens."""
     seed = rng.getrandbits(48)
     if visual_tokens is None:
         return world.write_clip(seed, rng.randint(1, MAX_SCENES))
     scenes = rng.randint(*LONG_SCENES)
-    height, width = smart_resize(*LONG_SIZE, geometry.factor, geometry.min_pixels, geometry.max_pixels)
+    height, width = smart_resize(
+        *LONG_SIZE, geometry.factor, geometry.min_pixels, geometry.max_pixels
+    )
     once = scenes * geometry.tokens(int(world.SCENE_SECONDS * LONG_RATE), height, width)
     return world.write_clip(seed, scenes, LONG_SIZE, LONG_RATE, max(1, round(visual_tokens / once)))
 
 
 def _read(uri: str, engine: Engine, every_frame: bool) -> tuple[torch.Tensor, float]:
-    """A clip's frames as a job would hand them to the engine; `every_frame` whatever their number."""
+    """A clip's frames as a job would hand them to the engine; `every_frame` whatever their
+    number."""
     info = probe(uri)
     options = FrameOptions(nframes=info.frames) if every_frame else FrameOptions()
     frames = decode(uri, info, plan_frames(info, options, engine.checkpoint.geometry))

@@ -1,7 +1,9 @@
-"""What the frames stage costs: probing and reading from S3, decoding beside the plainest ways to do it, and memory.
+"""What the frames stage costs: probing and reading from S3, decoding beside the plainest ways to do
+it, and memory.
 
-Clips are drawn here (a soft texture that pans, with grain), a few seconds encoded once as H.264 and repeated packet by
-packet, so that a clip of any length and size takes seconds to make and has its key frames where it should."""
+Clips are drawn here (a soft texture that pans, with grain), a few seconds encoded once as H.264 and
+repeated packet by packet, so that a clip of any length and size takes seconds to make and has its
+key frames where it should."""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def run(argv: list[str]) -> dict[str, Any]:
     """The suite's figures."""
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite frames")
     if min(flags.seconds, flags.height // 32, flags.probes, flags.megabytes, flags.files) < 1:
-        raise UsageError("--seconds, --probes, --megabytes and --files have to be 1 or more, --height 32 or more")
+        raise UsageError(
+            "--seconds, --probes, --megabytes and --files have to be 1 or more, --height 32 or more"
+        )
     began = time.monotonic()
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -70,14 +74,16 @@ def run(argv: list[str]) -> dict[str, Any]:
     return figures | {"seconds": round(time.monotonic() - began, 1)}
 
 
-# ----------------------------------------------------------------------------------------------------------- decoding
+# ----------------------------------------------------------------------------------------- decoding
 
 
 def _decoding(flags: Flags, folder: Path, fps: float) -> dict[str, Any]:
-    """CPU seconds of one thread, with few key frames and with many; ratios to decoding every frame unconverted."""
+    """CPU seconds of one thread, with few key frames and with many; ratios to decoding every frame
+    unconverted."""
     few, many = 250, int(RATE / fps / 2)
     return {
-        f"gop_{gop}": _beside(write(folder / f"{fps}-{gop}.mp4", flags, gop, flags.seconds), fps) for gop in (few, many)
+        f"gop_{gop}": _beside(write(folder / f"{fps}-{gop}.mp4", flags, gop, flags.seconds), fps)
+        for gop in (few, many)
     }
 
 
@@ -85,7 +91,12 @@ def _beside(path: Path, fps: float) -> dict[str, Any]:
     info = probe(str(path))
     options = FrameOptions(fps=fps, max_frames=10**6, total_pixels=TOTAL_PIXELS)
     plan = plan_frames(info, options, Geometry())
-    ways = {"every_frame": _every_frame, "ours": _ours, "pyav": _plain_pyav, "decord": _plain_decord}
+    ways = {
+        "every_frame": _every_frame,
+        "ours": _ours,
+        "pyav": _plain_pyav,
+        "decord": _plain_decord,
+    }
     took = {name: _cpu(partial(way, str(path), info, plan)) for name, way in ways.items()}
     path.unlink()
     every = took["every_frame"]
@@ -93,7 +104,9 @@ def _beside(path: Path, fps: float) -> dict[str, Any]:
         "frames": len(plan.times),
         "size": [plan.height, plan.width],
         "cpu_s": {name: round(seconds, 2) for name, seconds in took.items()},
-        "to_every_frame": {name: round(took[name] / every, 3) for name in ("ours", "pyav", "decord")},
+        "to_every_frame": {
+            name: round(took[name] / every, 3) for name in ("ours", "pyav", "decord")
+        },
     }
 
 
@@ -145,7 +158,7 @@ def _plain_decord(path: str, info: VideoInfo, plan: FramePlan) -> None:
         reader[round(t * info.fps)].asnumpy()
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 def _memory(flags: Flags, folder: Path) -> dict[str, float]:
@@ -156,7 +169,10 @@ def _memory(flags: Flags, folder: Path) -> dict[str, float]:
         code = f"from suites.frames import peak; peak({str(path)!r})"
         search = os.pathsep.join((str(ROOT), str(ROOT / "jobs")))
         told = subprocess.run(
-            [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": search}
+            [sys.executable, "-c", code],
+            check=True,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": search},
         )
         peaks[f"{seconds}_s"] = round(int(told.stdout.split()[-1]) / 1024, 1)
         path.unlink()
@@ -164,8 +180,8 @@ def _memory(flags: Flags, folder: Path) -> dict[str, float]:
 
 
 def peak(path: str) -> None:
-    """Prints this process's peak memory in KiB above what it held before it decoded 32 frames. The system is told to
-    forget the peak of the imports, which is larger."""
+    """Prints this process's peak memory in KiB above what it held before it decoded 32 frames. The
+    system is told to forget the peak of the imports, which is larger."""
     info = probe(path)
     Path("/proc/self/clear_refs").write_text("5")
     before = _highest()
@@ -183,27 +199,39 @@ def _in_a_row(flags: Flags, folder: Path) -> dict[str, Any]:
     """Memory of this process, which supervises the decoders, over many files."""
     path = str(write(folder / "row.mp4", flags, 15, 1, height=96))
     info = probe(path)
-    plan = plan_frames(info, FrameOptions(nframes=4), Geometry(min_pixels=28 * 28, max_pixels=16 * 28 * 28))
+    plan = plan_frames(
+        info, FrameOptions(nframes=4), Geometry(min_pixels=28 * 28, max_pixels=16 * 28 * 28)
+    )
     held = []
     for _ in range(flags.files):
         decode(path, probe(path), plan)
         gc.collect(0)
         held.append(_resident())
     first = held[min(AFTER, flags.files) - 1]
-    return {"files": flags.files, "mb_after_50": first, "mb_at_the_end": held[-1], "ratio": round(held[-1] / first, 4)}
+    return {
+        "files": flags.files,
+        "mb_after_50": first,
+        "mb_at_the_end": held[-1],
+        "ratio": round(held[-1] / first, 4),
+    }
 
 
 def _resident() -> float:
     """MB of this process."""
-    return round(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
+    return round(
+        int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6, 1
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------- S3
+# ----------------------------------------------------------------------------------------------- S3
 
 
 def _probing(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str, Any]:
     """Headers of many files, half of them with the index at the end."""
-    clips = [write(folder / f"{at}.mp4", flags, 30, 8, front=at == "front").read_bytes() for at in ("front", "back")]
+    clips = [
+        write(folder / f"{at}.mp4", flags, 30, 8, front=at == "front").read_bytes()
+        for at in ("front", "back")
+    ]
     uris = [f"s3://{BUCKET}/{number}.mp4" for number in range(flags.probes)]
     for number, uri in enumerate(uris):
         storage.put(uri, clips[number % 2])
@@ -222,7 +250,8 @@ def _probing(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str,
 
 
 def _sixteen(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str, Any]:
-    """16 frames of one large file: a clip of 40 Mbit/s (at 720p) with a key frame a second, all of it footage."""
+    """16 frames of one large file: a clip of 40 Mbit/s (at 720p) with a key frame a second, all of
+    it footage."""
     rate = 40_000_000 * flags.height**2 // 720**2
     once = write(folder / "large.mp4", flags, 30, 8, bitrate=rate).stat().st_size
     seconds = max(8, round(8 * flags.megabytes * 1e6 / once))
@@ -231,7 +260,9 @@ def _sixteen(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str,
     storage.put(uri, path.read_bytes())
     before = counts()
     info = probe(uri)
-    frames = decode(uri, info, plan_frames(info, FrameOptions(nframes=16), Geometry()), Limits(deadline=600.0))
+    frames = decode(
+        uri, info, plan_frames(info, FrameOptions(nframes=16), Geometry()), Limits(deadline=600.0)
+    )
     after = counts()
     return {
         "file_bytes": info.size_bytes,
@@ -242,14 +273,20 @@ def _sixteen(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str,
     }
 
 
-# -------------------------------------------------------------------------------------------------------------- clips
+# -------------------------------------------------------------------------------------------- clips
 
 
 def write(
-    path: Path, flags: Flags, gop: int, seconds: int, front: bool = False, bitrate: int = 0, height: int = 0
+    path: Path,
+    flags: Flags,
+    gop: int,
+    seconds: int,
+    front: bool = False,
+    bitrate: int = 0,
+    height: int = 0,
 ) -> Path:
-    """A clip of `seconds` at `RATE` frames a second; every `gop`-th frame is a key frame, the index at the front or the
-    end."""
+    """A clip of `seconds` at `RATE` frames a second; every `gop`-th frame is a key frame, the index
+    at the front or the end."""
     once = path.with_suffix(".once.mp4")
     count = max(gop, 250 // gop * gop)
     _encode(once, flags, gop, min(count, seconds * RATE), bitrate, height or flags.height)
@@ -266,7 +303,11 @@ def write(
             packet, old = av.Packet(bytes(packets[at])), packets[at]
             shift = turn * len(packets) * per_frame
             packet.pts, packet.dts, packet.duration = old.pts + shift, old.dts + shift, per_frame
-            packet.time_base, packet.is_keyframe, packet.stream = stream.time_base, old.is_keyframe, target
+            packet.time_base, packet.is_keyframe, packet.stream = (
+                stream.time_base,
+                old.is_keyframe,
+                target,
+            )
             out.mux(packet)
     once.unlink()
     return path
@@ -286,5 +327,9 @@ def _encode(path: Path, flags: Flags, gop: int, count: int, bitrate: int, height
             stream.bit_rate = bitrate
         for number in range(count):
             grey = wide[:height, number : number + width] // 2 + np.roll(grain, 7 * number)
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="gray").reformat(format="yuv420p")))
+            out.mux(
+                stream.encode(
+                    av.VideoFrame.from_ndarray(grey, format="gray").reformat(format="yuv420p")
+                )
+            )
         out.mux(stream.encode())

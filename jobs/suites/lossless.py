@@ -1,10 +1,10 @@
-"""Whether drafting changes a token: every preset of conf/draft, γ, slots, budgets, chunks and kinds of sampling on
-several models, against Hugging Face's `generate` and the dense loop.
+"""Whether drafting changes a token: every preset of conf/draft, γ, slots, budgets, chunks and kinds
+of sampling on several models, against Hugging Face's `generate` and the dense loop.
 
-The grid is too large to walk; a seeded sample of it is taken in which every pair of values meets. In bfloat16, where
-another shape may round to another token, the share of texts that depart from the dense loop's is counted, with how near
-the two likeliest tokens were to each other there; under `strict` none may.
-"""
+The grid is too large to walk; a seeded sample of it is taken in which every pair of values meets.
+In bfloat16, where another shape may round to another token, the share of texts that depart from the
+dense loop's is counted, with how near the two likeliest tokens were to each other there; under
+`strict` none may."""
 
 from __future__ import annotations
 
@@ -49,7 +49,13 @@ GRID: dict[str, Sequence[Any]] = {
     "kind": ("greedy", "stops", "penalties", "seeded"),
     "chunk": (16, 100, 2048),
 }
-HALVES = (("std", 5), ("random", 12), ("refresh", 3), ("ngram", 8), ("int4", 2))  # policies and γ, in bfloat16
+HALVES = (
+    ("std", 5),
+    ("random", 12),
+    ("refresh", 3),
+    ("ngram", 8),
+    ("int4", 2),
+)  # policies and γ, in bfloat16
 Case = Mapping[str, Any]
 Texts = dict[str, list[int]]
 
@@ -73,15 +79,23 @@ def run(argv: list[str]) -> dict[str, Any]:
         raise UsageError(f"--model {min(unknown)!r} is none of {', '.join(GRID['model'])}")
     began = time.monotonic()
     torch.set_num_threads(flags.threads)
-    cases = sorted(pairwise(GRID | {"model": models}, flags.seed)[: flags.cases], key=lambda case: case["model"])
-    policies = {name: {"identical": 0, "total": 0, "proposed": 0, "accepted": 0, "cases": 0} for name in POLICIES}
+    cases = sorted(
+        pairwise(GRID | {"model": models}, flags.seed)[: flags.cases],
+        key=lambda case: case["model"],
+    )
+    policies = {
+        name: {"identical": 0, "total": 0, "proposed": 0, "accepted": 0, "cases": 0}
+        for name in POLICIES
+    }
     halves, wrong = [], []
     with tempfile.TemporaryDirectory() as folder:
         for model, share in itertools.groupby(cases, key=lambda case: case["model"]):
             subject = Subject.load(model, Path(folder), flags.requests)
             for case in share:
                 results = subject.answer(case)
-                same = sum(r.token_ids in subject.expected(case["kind"])[r.request_id] for r in results)
+                same = sum(
+                    r.token_ids in subject.expected(case["kind"])[r.request_id] for r in results
+                )
                 _add(policies[case["policy"]], results, same)
                 if same < len(results):
                     wrong.append({**case, "identical": same, "total": len(results)})
@@ -100,10 +114,15 @@ def run(argv: list[str]) -> dict[str, Any]:
 
 
 def pairwise(grid: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:
-    """Cases in which every two values of different keys meet at least once. Each is the best of some drawn at random
-    around a pair that has not met yet."""
+    """Cases in which every two values of different keys meet at least once. Each is the best of
+    some drawn at random around a pair that has not met yet."""
     rng = random.Random(f"lossless {seed}")
-    open_pairs = {((a, x), (b, y)) for a, b in itertools.combinations(grid, 2) for x in grid[a] for y in grid[b]}
+    open_pairs = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(grid, 2)
+        for x in grid[a]
+        for y in grid[b]
+    }
     cases = []
     while open_pairs:
         must = dict(rng.choice(sorted(open_pairs, key=str)))
@@ -118,7 +137,7 @@ def _pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return set(itertools.combinations(case.items(), 2))
 
 
-# --------------------------------------------------------------------------------------------------------- a model
+# ------------------------------------------------------------------------------------------ a model
 
 
 class Subject:
@@ -147,7 +166,9 @@ class Subject:
         draft = POLICIES[policy]
         if draft is None:
             return None
-        return replace(draft, gamma=gamma, **BUDGETS[budget], model=self.second if draft.model else "")
+        return replace(
+            draft, gamma=gamma, **BUDGETS[budget], model=self.second if draft.model else ""
+        )
 
     def answer(self, case: Case) -> list[Result]:
         engine = replace(self.engine, max_num_seqs=case["slots"], prefill_chunk=case["chunk"])
@@ -155,19 +176,30 @@ class Subject:
         return _answered(engine, self.asked(case["kind"]), draft)
 
     def asked(self, kind: str) -> list[Request]:
-        """The requests with one kind of sampling. Stop ids are taken from what the model says, so that they fall inside
-        drafts; the minimum length has to hold one back."""
-        greedy = {r.request_id: r.token_ids for r in self._dense("greedy")} if kind in ("stops", "penalties") else {}
+        """The requests with one kind of sampling. Stop ids are taken from what the model says, so
+        that they fall inside drafts; the minimum length has to hold one back."""
+        greedy = (
+            {r.request_id: r.token_ids for r in self._dense("greedy")}
+            if kind in ("stops", "penalties")
+            else {}
+        )
 
         def sampling(at: int, request: Request) -> Sampling:
             base = request.sampling
             if kind == "seeded":
-                return replace(base, temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.1, seed=at)
+                return replace(
+                    base, temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.1, seed=at
+                )
             said = greedy.get(request.request_id, [])
             if kind == "stops":
                 return replace(base, stop_token_ids=(said[len(said) // 2],))
             if kind == "penalties":
-                return replace(base, repetition_penalty=1.3, min_tokens=base.max_tokens // 3, stop_token_ids=(said[0],))
+                return replace(
+                    base,
+                    repetition_penalty=1.3,
+                    min_tokens=base.max_tokens // 3,
+                    stop_token_ids=(said[0],),
+                )
             return base
 
         return [replace(r, sampling=replace(sampling(at, r))) for at, r in enumerate(self.requests)]
@@ -182,7 +214,10 @@ class Subject:
         if kind == "seeded":  # `generate` draws from a generator, and has no seed of a row's own
             return {name: [tokens] for name, tokens in dense.items()}
         inputs = self.engine.checkpoint.inputs
-        own = {r.request_id: reference.generate(self.engine.model, inputs(r), r.sampling) for r in self.asked(kind)}
+        own = {
+            r.request_id: reference.generate(self.engine.model, inputs(r), r.sampling)
+            for r in self.asked(kind)
+        }
         return {name: [tokens] if tokens == own[name] else [] for name, tokens in dense.items()}
 
 
@@ -200,24 +235,35 @@ def _prose(longest: int) -> Iterator[Request]:
     prose = [text for _, text in sorted(pydoc_data.topics.topics.items()) if len(text) > 4000]
     for at in itertools.count():
         start = rng.randrange(1000)
-        yield Request(f"{at}", prose[at % len(prose)][start : start + rng.randint(40, longest)], sampling=_length(rng))
+        yield Request(
+            f"{at}",
+            prose[at % len(prose)][start : start + rng.randint(40, longest)],
+            sampling=_length(rng),
+        )
 
 
 def _clips() -> Iterator[Request]:
-    """Ragged in context and length; some share a video, some show several videos or images, or nothing."""
+    """Ragged in context and length; some share a video, some show several videos or images, or
+    nothing."""
     rng, clips = random.Random(7), []
     for scenes in (4, 1, 6, 2, 3):
         height, width = rng.choice(((84, 112), (112, 84), (84, 84)))
         pixels = world.clip_frames(rng, world.draw_scenes(rng, scenes), height, width, rate=2)
         clips.append(torch.from_numpy(pixels))
-    yield Request("caption", rng.choice(world.CAPTION_PROMPTS), clips[0], "0", sampling=_length(rng))
+    yield Request(
+        "caption", rng.choice(world.CAPTION_PROMPTS), clips[0], "0", sampling=_length(rng)
+    )
     yield Request("question", "Which shape is in scene 2?", clips[0], "0", sampling=_length(rng))
     yield Request("text", "Which shapes are there?", sampling=_length(rng))
     yield Request("two", "Compare.", clips[1], videos=(clips[3],), sampling=_length(rng))
-    yield Request("images", "What is in these?", images=(clips[2][0], clips[4][0]), sampling=_length(rng))
+    yield Request(
+        "images", "What is in these?", images=(clips[2][0], clips[4][0]), sampling=_length(rng)
+    )
     for at in itertools.count():
         clip = rng.randrange(len(clips))
-        yield Request(f"{at}", f"What is in scene {at}?", clips[clip], str(clip), sampling=_length(rng))
+        yield Request(
+            f"{at}", f"What is in scene {at}?", clips[clip], str(clip), sampling=_length(rng)
+        )
 
 
 def _length(rng: random.Random) -> Sampling:
@@ -232,12 +278,13 @@ def _add(tally: dict[str, int], results: list[Result], same: int) -> None:
     tally["cases"] += 1
 
 
-# --------------------------------------------------------------------------------------------------------- bfloat16
+# ----------------------------------------------------------------------------------------- bfloat16
 
 
 @dataclass(frozen=True)
 class Halves:
-    """One model in bfloat16: rows compared, and those that departed, with the gap there; loosely and under `strict`."""
+    """One model in bfloat16: rows compared, and those that departed, with the gap there; loosely
+    and under `strict`."""
 
     rows: int
     gaps: list[float]
@@ -257,10 +304,14 @@ def in_bfloat16(subject: Subject) -> Halves:
         for name, text in _texts(loose, asked, draft).items():
             compared += 1
             if text != dense[name]:
-                gaps.append(_gap(loose, next(r for r in asked if r.request_id == name), dense[name], text))
+                gaps.append(
+                    _gap(loose, next(r for r in asked if r.request_id == name), dense[name], text)
+                )
         again = _texts(strict, asked[::-1], draft)
         strict_diverged += sum(again[name] != pinned[name] for name in pinned)
-    return Halves(compared, gaps, compared, strict_diverged, sum(pinned[n] != dense[n] for n in dense))
+    return Halves(
+        compared, gaps, compared, strict_diverged, sum(pinned[n] != dense[n] for n in dense)
+    )
 
 
 def _texts(engine: Engine, requests: list[Request], draft: Draft | None) -> Texts:
@@ -270,11 +321,16 @@ def _texts(engine: Engine, requests: list[Request], draft: Draft | None) -> Text
 @torch.inference_mode()
 def _gap(engine: Engine, request: Request, one: list[int], other: list[int]) -> float:
     """Between the two largest logits where two texts part."""
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    same = sum(
+        1
+        for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    )
     inputs = engine.checkpoint.inputs(request)
     said = torch.tensor([one[:same]], dtype=torch.long)
     longer = replace(
-        inputs, ids=torch.cat([inputs.ids, said], dim=1), types=torch.cat([inputs.types, torch.zeros_like(said)], dim=1)
+        inputs,
+        ids=torch.cat([inputs.ids, said], dim=1),
+        types=torch.cat([inputs.types, torch.zeros_like(said)], dim=1),
     )
     top = engine.model.read(longer).float().topk(2).values
     return float(top[0] - top[1])

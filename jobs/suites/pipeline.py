@@ -1,6 +1,7 @@
-"""Whether engines are kept busy, and what an archive of any size costs the driver. An engine of a given rate is fed by
-a decoder of `speed` times its demand, once with look-ahead and once without; then a manifest of `manifest` rows is
-read, probed, planned and answered, with stubs that take no time."""
+"""Whether engines are kept busy, and what an archive of any size costs the driver. An engine of a
+given rate is fed by a decoder of `speed` times its demand, once with look-ahead and once without;
+then a manifest of `manifest` rows is read, probed, planned and answered, with stubs that take no
+time."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ LINKS = 20_000  # names per file, at most, in the manifest's archive
 
 @dataclass(frozen=True)
 class Flags:
-    """The suite's command line. `seconds` is what a request takes in the engine; `manifest` is a number of rows, each
-    with a video of its own up to `videos` of them."""
+    """The suite's command line. `seconds` is what a request takes in the engine; `manifest` is a
+    number of rows, each with a video of its own up to `videos` of them."""
 
     requests: int = 200
     seconds: float = 0.1
@@ -54,7 +55,12 @@ def run(argv: list[str]) -> dict[str, Any]:
         with _without_look_ahead():
             alone = _measure(flags)
         large = _manifest(flags)
-    return {"engine_busy": ahead.busy, "engine_busy_without_lookahead": alone.busy, **ahead.memory, **large}
+    return {
+        "engine_busy": ahead.busy,
+        "engine_busy_without_lookahead": alone.busy,
+        **ahead.memory,
+        **large,
+    }
 
 
 @dataclass
@@ -119,7 +125,7 @@ def _without_look_ahead() -> Iterator[None]:
         replica.HELD, replica.AHEAD = before
 
 
-# ----------------------------------------------------------------------------------------------------- many requests
+# ------------------------------------------------------------------------------------ many requests
 
 
 def _manifest(flags: Flags) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""Whether the plan's choice of a draft is the right one: over a mix of cells (context, slots, length of the answer,
-greedy or drawn) the dense loop, every fixed setting and the scheduler's choice, in turn, in one process. JSON comes
-last.
+"""Whether the plan's choice of a draft is the right one: over a mix of cells (context, slots,
+length of the answer, greedy or drawn) the dense loop, every fixed setting and the scheduler's
+choice, in turn, in one process. JSON comes last.
 
-A cell is a wave as a run has it: more requests than slots, which are filled again as rows finish, through the engine;
-the scheduler's with the pace that goes with it. Its time is that of all rounds, and what a draft costs once per row;
-vision and prefill, which are the same whatever drafts, are done before. The oracle is chosen on every second turn and
-timed, as all others are, on the rest. Where no setting is far from the best of each cell, or few are ever the best,
-there is nothing to choose and the suite says so. Calibration runs in a process of its own, at contexts that are none
-of the cells'.
-"""
+A cell is a wave as a run has it: more requests than slots, which are filled again as rows finish,
+through the engine; the scheduler's with the pace that goes with it. Its time is that of all rounds,
+and what a draft costs once per row; vision and prefill, which are the same whatever drafts, are
+done before. The oracle is chosen on every second turn and timed, as all others are, on the rest.
+Where no setting is far from the best of each cell, or few are ever the best, there is nothing to
+choose and the suite says so. Calibration runs in a process of its own, at contexts that are none of
+the cells'."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class Flags:
     dtype: str = "float32"
     contexts: str = "512,4096,16384"
     rows: str = "1,8"
-    answers: str = "16,160"  # their tokens; with a `d` behind them such as are drawn at temperature 1
+    answers: str = (
+        "16,160"  # their tokens; with a `d` behind them such as are drawn at temperature 1
+    )
     drafts: str = "std,int8,int4,ngram"
     gammas: str = "2,5"  # of the fixed settings
     turns: int = 4  # of all settings in a cell
@@ -71,7 +73,8 @@ class Flags:
 
 @dataclass
 class Timed:
-    """A setting's waves in a cell, turn by turn, in seconds: all rounds, and each request's way into its slot."""
+    """A setting's waves in a cell, turn by turn, in seconds: all rounds, and each request's way
+    into its slot."""
 
     rounds: list[float] = field(default_factory=list)
     arrivals: list[list[float]] = field(default_factory=list)
@@ -123,10 +126,14 @@ class Cell:
         return self.count * max(0.0, timed.once - self.times[None].once)
 
     def speedup(self) -> tuple[float, float]:
-        """Of the scheduler's choice over the dense loop, one-time costs included: median and 95% lower bound."""
+        """Of the scheduler's choice over the dense loop, one-time costs included: median and 95%
+        lower bound."""
         if self.ways[0].draft is None:
             return 1.0, 1.0
-        return ratio(self.times[None].rounds, [seconds + self.once(self.plan) for seconds in self.plan.rounds])
+        return ratio(
+            self.times[None].rounds,
+            [seconds + self.once(self.plan) for seconds in self.plan.rounds],
+        )
 
 
 def run(argv: list[str]) -> dict[str, Any]:
@@ -139,14 +146,22 @@ def run(argv: list[str]) -> dict[str, Any]:
     began, console = time.monotonic(), Console(stderr=True, width=160)
     torch.set_num_threads(flags.threads)
     profile = _profile(flags, contexts, rows)
-    fixed = [replace(draft, gamma=gamma) for draft in measure.presets(flags.drafts) for gamma in gammas]
+    fixed = [
+        replace(draft, gamma=gamma) for draft in measure.presets(flags.drafts) for gamma in gammas
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        engine = subjects.engine_of(flags.model, Path(folder), flags.threads, dtype=flags.dtype, device=flags.device)
+        engine = subjects.engine_of(
+            flags.model, Path(folder), flags.threads, dtype=flags.dtype, device=flags.device
+        )
     cells: list[Cell] = []
     for context in contexts:
         cells += _cells(engine, flags, context, rows, answers, fixed, profile)
         console.print(table(cells, fixed))
-    return {"model": flags.model, **judged(cells, [None, *fixed]), "seconds": round(time.monotonic() - began, 1)}
+    return {
+        "model": flags.model,
+        **judged(cells, [None, *fixed]),
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def _answers(text: str) -> list[Answer]:
@@ -163,8 +178,13 @@ def _profile(flags: Flags, contexts: Sequence[int], rows: Sequence[int]) -> Prof
     grid = sorted({round(n / APART) for n in contexts} | {round(contexts[0] * APART)})
     with tempfile.TemporaryDirectory() as folder:
         words = {"output": f"{folder}/profile.json", "contexts": grid, "rows": rows}
-        words |= {name: getattr(flags, name) for name in ("model", "device", "dtype", "drafts", "threads")}
-        listed = {k: ",".join(map(str, v)) if isinstance(v, (list, tuple)) else v for k, v in words.items()}
+        words |= {
+            name: getattr(flags, name) for name in ("model", "device", "dtype", "drafts", "threads")
+        }
+        listed = {
+            k: ",".join(map(str, v)) if isinstance(v, (list, tuple)) else v
+            for k, v in words.items()
+        }
         script = Path(__file__).resolve().parent.parent / "calibrate.py"
         done = subprocess.run(
             [sys.executable, str(script), *(f"--{name}={value}" for name, value in listed.items())],
@@ -190,21 +210,37 @@ def _cells(
     """Of one context, whose texts or clips are prefilled once for all."""
     longest = max(answer.length for answer in answers)
     texts = max(flags.texts, *rows)
-    whole = subjects.subject(engine.checkpoint, context, range(texts), longest, step=0, scenes=(12,))
+    whole = subjects.subject(
+        engine.checkpoint, context, range(texts), longest, step=0, scenes=(12,)
+    )
     known = replace(engine, max_num_seqs=1, prefixes=subjects.prefix_store(engine, texts))
     for draft in (None, *fixed):  # sees and prefills all texts, packs weights
         list(known.run(subjects.cut(subjects.of_kind(whole, "caption"), 2), draft, whole.prepare))
     for count in rows:
         for answer in answers:
-            yield _cell(replace(known, max_num_seqs=count), flags, context, answer, whole, fixed, profile)
+            yield _cell(
+                replace(known, max_num_seqs=count), flags, context, answer, whole, fixed, profile
+            )
 
 
 def _cell(
-    engine: Engine, flags: Flags, context: int, answer: Answer, whole: Subject, fixed: Sequence[Draft], profile: Profile
+    engine: Engine,
+    flags: Flags,
+    context: int,
+    answer: Answer,
+    whole: Subject,
+    fixed: Sequence[Draft],
+    profile: Profile,
 ) -> Cell:
-    """All settings in turn; what the scheduler chooses is settled once it is known how long answers are."""
+    """All settings in turn; what the scheduler chooses is settled once it is known how long answers
+    are."""
     kind = "question" if answer.length <= USUAL["question"] else "caption"
-    asked = _asked(subjects.cut(subjects.of_kind(whole, kind), answer.length), engine.max_num_seqs, answer, flags)
+    asked = _asked(
+        subjects.cut(subjects.of_kind(whole, kind), answer.length),
+        engine.max_num_seqs,
+        answer,
+        flags,
+    )
     times: dict[Draft | None, Timed] = {draft: Timed() for draft in (None, *fixed)}
     dense = list(engine.run(asked, None, whole.prepare))
     ways = _ways(engine.max_num_seqs, dense, kind, answer, profile)
@@ -225,9 +261,14 @@ def _asked(requests: Sequence[Request], rows: int, answer: Answer, flags: Flags)
     return subjects.drawn(every) if answer.drawn else every
 
 
-def _ways(rows: int, dense: Sequence[Result], kind: str, answer: Answer, profile: Profile) -> tuple[Candidate, ...]:
+def _ways(
+    rows: int, dense: Sequence[Result], kind: str, answer: Answer, profile: Profile
+) -> tuple[Candidate, ...]:
     """What the scheduler makes of a cell whose answers' lengths it knows."""
-    count, setting = len(dense), Setting(rows, max_tokens=answer.length, draws="seeded" if answer.drawn else "greedy")
+    count, setting = (
+        len(dense),
+        Setting(rows, max_tokens=answer.length, draws="seeded" if answer.drawn else "greedy"),
+    )
     visual = statistics.fmean(r.num_visual_tokens for r in dense)
     context = visual + statistics.fmean(r.num_prompt_tokens for r in dense)
     longest = Load(round(context), round(visual), answer.length, draws=setting.draws)
@@ -236,7 +277,7 @@ def _ways(rows: int, dense: Sequence[Result], kind: str, answer: Answer, profile
     return choose(mix, known, History(), setting, 0)
 
 
-# --------------------------------------------------------------------------------------------------------- judgement
+# ---------------------------------------------------------------------------------------- judgement
 
 
 def judged(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> dict[str, Any]:
@@ -244,7 +285,9 @@ def judged(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> dict[str,
     oracle = [min(settings, key=lambda draft: cell.fixed(draft, 1)) for cell in cells]
     best = {draft: sum(cell.fixed(draft, 0) / cell.count for cell in cells) for draft in settings}
     fixed, least = min(best.items(), key=lambda item: item[1])
-    by_oracle = sum(cell.fixed(draft, 0) / cell.count for cell, draft in zip(cells, oracle, strict=True))
+    by_oracle = sum(
+        cell.fixed(draft, 0) / cell.count for cell, draft in zip(cells, oracle, strict=True)
+    )
     by_plan = sum(cell.seconds(cell.plan, 0) / cell.count for cell in cells)
     winners, headroom = len(set(oracle)), least / by_oracle
     return {
@@ -304,11 +347,23 @@ def _row(cell: Cell, oracle: Draft | None) -> dict[str, Any]:
 
 def table(cells: Sequence[Cell], fixed: Sequence[Draft]) -> Table:
     """For people: seconds of each wave."""
-    found = Table("context", "rows", "length", "dense", *map(name_of, fixed), "scheduler", title="seconds of a wave")
+    found = Table(
+        "context",
+        "rows",
+        "length",
+        "dense",
+        *map(name_of, fixed),
+        "scheduler",
+        title="seconds of a wave",
+    )
     for cell in cells:
         each = [f"{cell.fixed(draft, 0):.3f}" for draft in (None, *fixed)]
         choice = f"{name_of(cell.ways[0].draft)} {cell.seconds(cell.plan, 0):.3f}"
         found.add_row(
-            str(cell.context), str(cell.rows), f"{cell.answer.length}{' drawn' * cell.answer.drawn}", *each, choice
+            str(cell.context),
+            str(cell.rows),
+            f"{cell.answer.length}{' drawn' * cell.answer.drawn}",
+            *each,
+            choice,
         )
     return found

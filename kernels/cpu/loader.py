@@ -3,11 +3,10 @@
     serves(name, tensor) -> whether there is a kernel for the tensor
     call(name, dtype, *arguments)
 
-Without AVX-512, without a compiler, or with STD_CAPTION_CPU_KERNELS=0 there is none, and PyTorch's operations serve.
-What is built lies in the user's cache folder under a hash of its sources, compiler and instruction set. Its threads are
-PyTorch's: it is linked to no OpenMP runtime of its own, so it finds the one that PyTorch has brought (two of them would
-stall each other).
-"""
+Without AVX-512, without a compiler, or with STD_CAPTION_CPU_KERNELS=0 there is none, and PyTorch's
+operations serve. What is built lies in the user's cache folder under a hash of its sources,
+compiler and instruction set. Its threads are PyTorch's: it is linked to no OpenMP runtime of its
+own, so it finds the one that PyTorch has brought (two of them would stall each other)."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ ADVICE, PAGE, LARGE = 14, 4096, 2 << 20  # Linux's MADV_HUGEPAGE; bytes
 
 
 def large_pages(memory: torch.Tensor) -> torch.Tensor:
-    """The same, whose memory the system is asked to make of large pages when it is first written. A request, which
-    systems that have none or allow none leave aside."""
+    """The same, whose memory the system is asked to make of large pages when it is first written. A
+    request, which systems that have none or allow none leave aside."""
     size, advise = memory.untyped_storage().nbytes(), _advise()
     if advise is not None and size >= 2 * LARGE:
         first = -(-memory.data_ptr() // PAGE) * PAGE
@@ -80,14 +79,20 @@ def _kernels() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
         if not built.exists():
             _build(compiler, built)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"the CPU kernels could not be built, PyTorch's operations serve: {error}", file=sys.stderr)
+        print(
+            f"the CPU kernels could not be built, PyTorch's operations serve: {error}",
+            file=sys.stderr,
+        )
         return {}
     library, found = ctypes.CDLL(str(built)), {}
     for name, signature in SIGNATURES.items():
         for dtype, kind in KINDS.items():
             if hasattr(library, f"{name}_{kind}"):  # without AVX512_BF16 there is none for bfloat16
                 found[name, dtype] = kernel = getattr(library, f"{name}_{kind}")
-                kernel.argtypes, kernel.restype = [TYPES[c] for c in signature.replace(" ", "")], None
+                kernel.argtypes, kernel.restype = (
+                    [TYPES[c] for c in signature.replace(" ", "")],
+                    None,
+                )
     return found
 
 
@@ -100,13 +105,17 @@ def _digest(compiler: str) -> str:
     hashed = hashlib.sha256(repr((compiler, FLAGS)).encode())
     for name in ("common.h", *SOURCES):
         hashed.update((HERE / name).read_bytes())
-    hashed.update(subprocess.run([compiler, *FLAGS, "-Q", "--help=target"], capture_output=True, check=True).stdout)
+    hashed.update(
+        subprocess.run(
+            [compiler, *FLAGS, "-Q", "--help=target"], capture_output=True, check=True
+        ).stdout
+    )
     return hashed.hexdigest()[:16]
 
 
 def _build(compiler: str, built: Path) -> None:
-    """Compiles beside the final place and moves there at once, so that engines which start together don't disturb one
-    another."""
+    """Compiles beside the final place and moves there at once, so that engines which start together
+    don't disturb one another."""
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         objects = [f"{folder}/{name}.o" for name in SOURCES]

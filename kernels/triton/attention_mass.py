@@ -1,9 +1,10 @@
-"""`attention_mass` on a GPU: the scores of text and visual tokens are summed as they are made, never stored.
+"""`attention_mass` on a GPU: the scores of text and visual tokens are summed as they are made,
+never stored.
 
     attention_mass(query, key, logsumexp, scale) -> mass
 
-Shapes are those of `mass.py`. A program owns a block of visual tokens of one KV head and walks over the packed queries.
-"""
+Shapes are those of `mass.py`. A program owns a block of visual tokens of one KV head and walks over
+the packed queries."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import triton
 import triton.language as tl
 
 
-def attention_mass(query: torch.Tensor, key: torch.Tensor, logsumexp: torch.Tensor, scale: float) -> torch.Tensor:
+def attention_mass(
+    query: torch.Tensor, key: torch.Tensor, logsumexp: torch.Tensor, scale: float
+) -> torch.Tensor:
     """See `mass.attention_mass`."""
     heads, text, dim = query.shape[-3:]
     kv_heads, visual = key.shape[-3:-1]
@@ -62,7 +65,9 @@ def _mass(
         q_at = query + row * q_row + head[:, None] * q_head + token[:, None] * q_token + d[None, :]
         q = tl.load(q_at, mask=asks[:, None] & (d[None, :] < DIM), other=0.0)
         whole = tl.load(
-            logsumexp + (row * tl.num_programs(1) * GROUP + head) * text + token, mask=asks, other=float("inf")
+            logsumexp + (row * tl.num_programs(1) * GROUP + head) * text + token,
+            mask=asks,
+            other=float("inf"),
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale
         mass += tl.sum(tl.exp(scores - whole[:, None]), 0)  # places beyond the queries: exp(-inf)

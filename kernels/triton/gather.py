@@ -1,4 +1,5 @@
-"""`gather_entries` on a GPU: whole entries are copied, one index read for each; `Tensor.gather` reads one per number.
+"""`gather_entries` on a GPU: whole entries are copied, one index read for each; `Tensor.gather`
+reads one per number.
 
 gather_entries(cache, chosen) -> (KV heads, K, d)
 """
@@ -39,7 +40,9 @@ def _gather(
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     there = n < count
-    place = tl.load(chosen + head * chosen_head + n * chosen_place, mask=there, other=0).to(tl.int64)
+    place = tl.load(chosen + head * chosen_head + n * chosen_place, mask=there, other=0).to(
+        tl.int64
+    )
     both = there[:, None] & (d[None, :] < DIM)
     start = cache + head.to(tl.int64) * head_stride
     taken = tl.load(start + place[:, None] * entry_stride + d[None, :] * dim_stride, mask=both)

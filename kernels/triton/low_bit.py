@@ -1,12 +1,12 @@
-"""`pack` and `low_bit_linear` on a GPU: at 4 bits in bfloat16 PyTorch's own packed product, else a Triton kernel that
-unpacks weights on their way from memory.
+"""`pack` and `low_bit_linear` on a GPU: at 4 bits in bfloat16 PyTorch's own packed product, else a
+Triton kernel that unpacks weights on their way from memory.
 
     pack(weight, bits) -> Packed
     low_bit_linear(x, packed, bias) -> y
 
-Shapes and meaning of levels and scales are those of `low_bit.py`. The Triton kernel takes 8 bits as (out, in) int8, and
-4 bits as (out, in / 2) uint8, the even channel in the upper half; PyTorch's product has a layout of its own.
-"""
+Shapes and meaning of levels and scales are those of `low_bit.py`. The Triton kernel takes 8 bits as
+(out, in) int8, and 4 bits as (out, in / 2) uint8, the even channel in the upper half; PyTorch's
+product has a layout of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def pack(weight: torch.Tensor, bits: int) -> Packed:
     levels, scale = levels_of(weight, bits)
     packed = pack_plainly(levels, scale, bits)
     if bits == 4 and (tiles := _tiles(weight)):
-        return Packed(torch.ops.aten._convert_weight_to_int4pack(packed.weight, tiles), packed.scale, bits)
+        return Packed(
+            torch.ops.aten._convert_weight_to_int4pack(packed.weight, tiles), packed.scale, bits
+        )
     return packed
 
 
@@ -32,7 +34,9 @@ def pack_plainly(levels: torch.Tensor, scale: torch.Tensor, bits: int) -> Packed
     """As the Triton kernel takes it."""
     if bits == 8:
         return Packed(levels, scale, bits)
-    return Packed(levels[:, ::2].to(torch.uint8) << 4 | levels[:, 1::2].to(torch.uint8), scale, bits)
+    return Packed(
+        levels[:, ::2].to(torch.uint8) << 4 | levels[:, 1::2].to(torch.uint8), scale, bits
+    )
 
 
 def _tiles(weight: torch.Tensor) -> int:
@@ -83,8 +87,8 @@ def _product(
     x, weight, scale, part, rows, channels, outputs,
     BITS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_K stored numbers of a channel at a time: at 4 bits each is two channels, which are multiplied apart.
-    CHANNELS share a scale."""
+    """BLOCK_K stored numbers of a channel at a time: at 4 bits each is two channels, which are
+    multiplied apart. CHANNELS share a scale."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     PER: tl.constexpr = 8 // BITS

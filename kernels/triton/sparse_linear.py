@@ -1,12 +1,12 @@
 """`sparse_linear` on a GPU: the weights of input channels that no row activates are not read.
 
-    sparse_linear(x, weight, bias, threshold) -> y
-    by_channel(weight) -> the same weight, laid out so that leaving out channels saves what they weigh
+    sparse_linear(x, weight, bias, threshold) -> y by_channel(weight) -> the same weight, laid out
+    so that leaving out channels saves what they weigh
 
-Shapes are those of `sparse_linear.py`. First one program lists the channels that any row activates, then each block of
-output channels walks over that list. How long it is stays on the device. A channel is a column of the weight: laid out
-row by row, as a checkpoint has it, a column shares memory lines with its neighbours and leaving it out saves nothing.
-"""
+Shapes are those of `sparse_linear.py`. First one program lists the channels that any row activates,
+then each block of output channels walks over that list. How long it is stays on the device. A
+channel is a column of the weight: laid out row by row, as a checkpoint has it, a column shares
+memory lines with its neighbours and leaving it out saves nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ PROGRAMS = 256  # that a product is spread over where it has too few output chan
 
 
 def by_channel(weight: torch.Tensor) -> torch.Tensor:
-    """(out, in) with the numbers of an input channel side by side; for dense products either layout is as good."""
+    """(out, in) with the numbers of an input channel side by side; for dense products either layout
+    is as good."""
     return weight.t().contiguous().t()
 
 
-def sparse_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threshold: float) -> torch.Tensor:
+def sparse_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, threshold: float
+) -> torch.Tensor:
     """See `sparse_linear.sparse_linear`; x of at most 64 rows in one tile, more take several."""
     flat = x.flatten(0, -2).contiguous()
     rows, channels = flat.shape

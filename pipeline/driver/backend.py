@@ -1,4 +1,5 @@
-"""What the driver asks of the world around it: waves to run, and hands that reach engines and decoders."""
+"""What the driver asks of the world around it: waves to run, and hands that reach engines and
+decoders."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from std_core.types import Request, Result
 
 
 class Gone(Exception):
-    """What was waited for will not come. `code` is an error code of rows, `crashed` (its process died) or `lost` (what
-    it made was lost with a machine)."""
+    """What was waited for will not come. `code` is an error code of rows, `crashed` (its process
+    died) or `lost` (what it made was lost with a machine)."""
 
     def __init__(self, code: str, why: str):
         super().__init__(why)
@@ -23,7 +24,8 @@ class Waves(Protocol):
     """Where waves come from, as they are made."""
 
     def begin(self, device: Device, engines: int) -> None:
-        """Says what will run them, before the first is taken. Raises UsageError for what does not go with it."""
+        """Says what will run them, before the first is taken. Raises UsageError for what does not
+        go with it."""
 
     @property
     def closed(self) -> bool:
@@ -40,25 +42,33 @@ class Waves(Protocol):
 
 
 class Hands(Protocol):
-    """How engines and decoders are reached. A reference names what a call will give; `get` gives it, once `wait` says
-    that it is there, or raises Gone."""
+    """How engines and decoders are reached. A reference names what a call will give; `get` gives
+    it, once `wait` says that it is there, or raises Gone."""
 
     def decode(self, info: VideoInfo, plan: FramePlan, node: str | None) -> tuple[Any, Any]:
-        """Starts decoding, near a machine if one is given: references to what is known of the frames, and to pixels."""
+        """Starts decoding, near a machine if one is given: references to what is known of the
+        frames, and to pixels."""
 
     def start(self, slots: int) -> tuple[Any, list[Any]]:
-        """Asks for an engine: a handle of it, and references, the first to the machine that it runs on, which all are
-        there once it can run. `get` raises RunError for one that cannot start."""
+        """Asks for an engine: a handle of it, and references, the first to the machine that it runs
+        on, which all are there once it can run. `get` raises RunError for one that cannot start."""
 
     def run(self, engine: Any) -> tuple[Any, list[Any]]:
-        """Lets it run: a stream of results, of which `following` gives the next, and references of which none is there
-        before a part of the engine has failed."""
+        """Lets it run: a stream of results, of which `following` gives the next, and references of
+        which none is there before a part of the engine has failed."""
 
     def feed(
-        self, engine: Any, requests: list[Request], pixels: Any, numbers: list[tuple[int, ...]], turn: int, setup: Setup
+        self,
+        engine: Any,
+        requests: list[Request],
+        pixels: Any,
+        numbers: list[tuple[int, ...]],
+        turn: int,
+        setup: Setup,
     ) -> Any:
-        """Hands it requests, with the numbers that each one's frames have among `pixels`. Every `turn`, from 0 on, has
-        a setup, and none may be fed before all that was fed in the turn before has arrived."""
+        """Hands it requests, with the numbers that each one's frames have among `pixels`. Every
+        `turn`, from 0 on, has a setup, and none may be fed before all that was fed in the turn
+        before has arrived."""
 
     def pulse(self, engine: Any) -> Any:
         """Asks it how far it is."""

@@ -1,4 +1,5 @@
-"""Runs a job's waves: the cluster, the engines' share of it, signals. What happens in between is in `fleet.py`."""
+"""Runs a job's waves: the cluster, the engines' share of it, signals. What happens in between is in
+`fleet.py`."""
 
 from __future__ import annotations
 
@@ -49,18 +50,16 @@ def drive(
 ) -> int:
     """Runs the waves in their order.
 
-    Args:
-        max_model_len: context and text of a request together, in tokens.
-        emit: gets every request once.
-        tick: called often, between two calls of `emit`.
-        load, decode: what stands for the engine and the decoder where the driver itself is looked at.
+    Args: max_model_len: context and text of a request together, in tokens. emit: gets every request
+        once. tick: called often, between two calls of `emit`. load, decode: what stands for the
+        engine and the decoder where the driver itself is looked at.
 
     Returns:
         How many videos were decoded.
 
-    Raises:
-        RunError: engines cannot start, nothing moves, the cluster is too small, or SIGINT or SIGTERM arrived.
-        UsageError: the waves are planned for another device, or none of their requests fits the one there is.
+    Raises: RunError: engines cannot start, nothing moves, the cluster is too small, or SIGINT or
+        SIGTERM arrived. UsageError: the waves are planned for another device, or none of their
+        requests fits the one there is.
     """
     with cluster(job), _signals() as stopped:
         count, options, settings = engine_share(job)
@@ -68,7 +67,9 @@ def drive(
             settings[name] = getattr(job, name)
         waves.begin(device_of(settings["device"]), count)
         bound = job.max_bytes_in_flight or int(ray.cluster_resources()["object_store_memory"] / 4)
-        watch.attach(ray.util.metrics, engines=count, device=settings["device"], max_bytes_in_flight=bound)
+        watch.attach(
+            ray.util.metrics, engines=count, device=settings["device"], max_bytes_in_flight=bound
+        )
         hands = RayHands(load, decode, job, options, settings)
         lanes = [Lane(number, job.max_num_seqs) for number in range(count)]
         intake = Intake(hands, waves, lanes, bound)
@@ -81,13 +82,13 @@ def drive(
         return intake.decoded
 
 
-# -------------------------------------------------------------------------------------------------------- the cluster
+# -------------------------------------------------------------------------------------- the cluster
 
 
 @contextmanager
 def cluster(job: Job) -> Iterator[None]:
-    """Ray: what runs in this process already, the cluster that the environment names, or one on this machine for the
-    time of the block."""
+    """Ray: what runs in this process already, the cluster that the environment names, or one on
+    this machine for the time of the block."""
     if ray.is_initialized():
         yield
         return
@@ -113,20 +114,29 @@ def _start(job: Job) -> None:
         submitted = "working_dir" in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
         ray.init(runtime_env=None if submitted else {"working_dir": str(ROOT)}, **quiet)
         return
-    # a key of this cluster's own; Ray would leave one in the home folder, and the user's own clusters then ask for it
+    # a key of this cluster's own; Ray would leave one in the home folder, and the user's own
+    # clusters then ask for it
     os.environ.setdefault("RAY_AUTH_TOKEN", uuid.uuid4().hex)
     # inherited by the processes that Ray starts, which find this checkout through it
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    )
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     store = max(256 << 20, min(2 << 30, memory // 8), 2 * (job.max_bytes_in_flight or 0))
-    ray.init(address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=store, **quiet)
+    ray.init(
+        address="local",
+        num_cpus=max(2, cores),
+        include_dashboard=False,
+        object_store_memory=store,
+        **quiet,
+    )
 
 
 def engine_share(job: Job) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """How many engines; of each of an engine's ranks Ray's options and the engine's settings: its GPUs if there are
-    any, else an equal part of a machine's cores but those that decode, since threads of an engine that share cores with
-    a decoder slow each other down tenfold."""
+    """How many engines; of each of an engine's ranks Ray's options and the engine's settings: its
+    GPUs if there are any, else an equal part of a machine's cores but those that decode, since
+    threads of an engine that share cores with a decoder slow each other down tenfold."""
     resources = ray.cluster_resources()
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cpus = resources.get("CPU", 0)
@@ -148,19 +158,29 @@ def _share_of_gpus(
     for name in ("pipeline_parallel_size", "tensor_parallel_size"):
         if most < (gpus := getattr(job, name)):
             flag = "--" + name.replace("_", "-")
-            raise RunError(f"{flag} is {gpus}: no machine of the cluster has more than {most:g} GPUs")
+            raise RunError(
+                f"{flag} is {gpus}: no machine of the cluster has more than {most:g} GPUs"
+            )
     ranks, of_rank = job.tensor_parallel_size, job.pipeline_parallel_size
-    count = job.concurrency or int(sum(machine.get("GPU", 0) // (ranks * of_rank) for machine in machines))
+    count = job.concurrency or int(
+        sum(machine.get("GPU", 0) // (ranks * of_rank) for machine in machines)
+    )
     if cpus < count * ranks + 1:
-        raise RunError(f"{count} engines and a decoder need {count * ranks + 1} CPUs; the cluster has {cpus:g}")
+        raise RunError(
+            f"{count} engines and a decoder need {count * ranks + 1} CPUs; the cluster has {cpus:g}"
+        )
     return count, {"num_gpus": of_rank, "num_cpus": 1}, {"device": "cuda"}
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """A list that gets the number of a SIGINT or SIGTERM; Ray's own handlers are put back afterwards."""
+    """A list that gets the number of a SIGINT or SIGTERM; Ray's own handlers are put back
+    afterwards."""
     received: list[int] = []
-    before = {s: signal.signal(s, lambda number, _: received.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        s: signal.signal(s, lambda number, _: received.append(number))
+        for s in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield received
     finally:

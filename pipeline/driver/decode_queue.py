@@ -1,4 +1,5 @@
-"""Videos on their way to the engines: which decodes next and for which lane, within bounds of bytes and of requests."""
+"""Videos on their way to the engines: which decodes next and for which lane, within bounds of bytes
+and of requests."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Arrival:
 
 @dataclass
 class Intake:
-    """`coming` → decoding → a lane's `queue`. `bound` is of the bytes of frames that are decoding or held."""
+    """`coming` → decoding → a lane's `queue`. `bound` is of the bytes of frames that are decoding
+    or held."""
 
     hands: Hands
     waves: Waves
@@ -45,7 +47,8 @@ class Intake:
         return self.waves.closed and not any(lane.coming for lane in self.lanes)
 
     def admit(self) -> Video | None:
-        """Starts to decode what fits in memory and is near enough to its turn, for the lane with the least ahead."""
+        """Starts to decode what fits in memory and is near enough to its turn, for the lane with
+        the least ahead."""
         lane = min(self.lanes, key=lambda lane: (lane.ahead / lane.slots, not lane.up))
         if self.nbytes and lane.ahead >= replica.AHEAD * lane.slots:
             return None
@@ -62,7 +65,8 @@ class Intake:
         return video
 
     def _source(self, lane: Lane) -> deque[Video]:
-        """What is coming for the lane; where there is no wave left, for the one that has the most to come."""
+        """What is coming for the lane; where there is no wave left, for the one that has the most
+        to come."""
         if not lane.coming and (wave := self.waves.take(hungry=not lane.ahead)) is not None:
             lane.coming.extend(replica.videos(wave))
         return lane.coming or max((other.coming for other in self.lanes), key=len)

@@ -1,5 +1,5 @@
-"""The decode task, a thin shell around `pipeline.video.frames`. A file of its own, since the processes that run it need no
-PyTorch, which takes seconds and half a gigabyte."""
+"""The decode task, a thin shell around `pipeline.video.frames`. A file of its own, since the
+processes that run it need no PyTorch, which takes seconds and half a gigabyte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pipeline.records import FramePlan, Frames, RequestError, VideoInfo
 from pipeline.video.frames import Limits
 
 NO_PIXELS = np.empty((0, 0, 0, 3), np.uint8)
-DECODES = 500  # videos that a process decodes before another takes its place: what leaks is given back
+DECODES = (
+    500  # videos that a process decodes before another takes its place: what leaks is given back
+)
 
 Decode = Callable[[str, VideoInfo, FramePlan, Limits], Frames]
 
@@ -22,8 +24,8 @@ Decode = Callable[[str, VideoInfo, FramePlan, Limits], Frames]
 def decode_video(
     decode: Decode, info: VideoInfo, plan: FramePlan, deadline: float
 ) -> tuple[Frames | RequestError, np.ndarray]:
-    """What is known of a video's frames, small enough for the driver, and its pixels for the engine alone. A failure
-    comes back as a value, never as an exception."""
+    """What is known of a video's frames, small enough for the driver, and its pixels for the engine
+    alone. A failure comes back as a value, never as an exception."""
     try:
         frames = decode(info.uri, info, plan, Limits(deadline=deadline))
     except RequestError as error:

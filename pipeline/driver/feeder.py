@@ -1,5 +1,5 @@
-"""What engines are handed, and when: decoded requests a few ahead of the slots, one setup after the other; suspects, of
-an engine's death, to an engine that holds nothing else."""
+"""What engines are handed, and when: decoded requests a few ahead of the slots, one setup after the
+other; suspects, of an engine's death, to an engine that holds nothing else."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ class Handover:
     hands: Hands
     lanes: list[Lane]
     intake: Intake
-    open: dict[str, tuple[Planned, Video]] = field(default_factory=dict)  # all requests between plan and answer
+    open: dict[str, tuple[Planned, Video]] = field(
+        default_factory=dict
+    )  # all requests between plan and answer
     feeding: dict[Any, tuple[Lane, Any, list[Planned], Any]] = field(default_factory=dict)
     returned: deque[Planned] = field(default_factory=deque)  # decoded for a lane whose engine died
     suspects: Suspects = field(default_factory=Suspects)
-    handed: Counter[str] = field(default_factory=Counter)  # id → engines that were handed the request
+    handed: Counter[str] = field(
+        default_factory=Counter
+    )  # id → engines that were handed the request
 
     def feed(self, lane: Lane) -> None:
-        """Hands an engine suspects if they wait and it is empty, else what was decoded for it or is left by others."""
+        """Hands an engine suspects if they wait and it is empty, else what was decoded for it or is
+        left by others."""
         if not lane.up or lane.trial is not None or lane.retires:
             return
         if not lane.held and (group := self._trial(lane)) is not None:
@@ -45,8 +50,8 @@ class Handover:
         self._hand_over(lane, self._decoded(lane))
 
     def _decoded(self, lane: Lane) -> list[Planned]:
-        """What the lane takes next, all of it with one setup. The next setup's turn comes once all that was fed in the
-        one before has arrived."""
+        """What the lane takes next, all of it with one setup. The next setup's turn comes once all
+        that was fed in the one before has arrived."""
         taken: list[Planned] = []
         while len(taken) < lane.room and (source := self._source(lane)):
             if (known := self.open.get(source[0].request_id)) is None:
@@ -70,11 +75,13 @@ class Handover:
 
     def _arriving(self, lane: Lane) -> bool:
         """Whether the engine may not have all yet that it was fed."""
-        return any(fed is lane and engine is lane.engine for fed, engine, *_ in self.feeding.values())
+        return any(
+            fed is lane and engine is lane.engine for fed, engine, *_ in self.feeding.values()
+        )
 
     def _source(self, lane: Lane) -> deque[Planned]:
-        """What the lane takes from next: its own queue, what a dead engine left, or the queue of a lane that waits for
-        its engine."""
+        """What the lane takes from next: its own queue, what a dead engine left, or the queue of a
+        lane that waits for its engine."""
         waiting = (other.queue for other in self.lanes if not other.up)
         return next((queue for queue in (lane.queue, self.returned, *waiting) if queue), lane.queue)
 
@@ -85,7 +92,9 @@ class Handover:
         for _ in range(len(self.suspects.waiting)):
             group = self.suspects.take()
             assert group is not None
-            missing = {id(v): v for _, v in map(self.open.__getitem__, group.requests) if v.pixels is None}
+            missing = {
+                id(v): v for _, v in map(self.open.__getitem__, group.requests) if v.pixels is None
+            }
             if not missing:
                 return group
             for video in missing.values():
@@ -106,7 +115,9 @@ class Handover:
                 self.handed[request.request_id] += 1
             wanted = [self._request(request, video.parts[request.footage][0]) for request in alike]
             numbers = [video.parts[request.footage][1] for request in alike]
-            own = lane.fitting(video.turn.wave.setup)  # a turn may go through several waves, each at its own pace
+            own = lane.fitting(
+                video.turn.wave.setup
+            )  # a turn may go through several waves, each at its own pace
             paced = own if own == setup else setup
             fed = self.hands.feed(lane.engine, wanted, video.pixels, numbers, lane.turn, paced)
             self.feeding[fed] = lane, lane.engine, alike, video.pixels
@@ -118,7 +129,8 @@ class Handover:
         return Request(name, prompt, None, planned.footage, frames.fps, sampling, times=frames.pts)
 
     def take(self, reference: Any) -> None:
-        """Frames that were lost on their way are decoded again; of an engine's end its stream tells."""
+        """Frames that were lost on their way are decoded again; of an engine's end its stream
+        tells."""
         lane, engine, requests, pixels = self.feeding.pop(reference)
         try:
             self.hands.get(reference)

@@ -1,7 +1,7 @@
-"""What the driver does, step by step: videos are decoded a little ahead of the engines, requests handed over as their
-frames arrive, results handed on as rows finish, engines that die replaced. Everything here is in one thread, so that
-every request is handed on exactly once. Ray is behind `pipeline.driver.backend.Hands`; here its references are names of things
-that will come."""
+"""What the driver does, step by step: videos are decoded a little ahead of the engines, requests
+handed over as their frames arrive, results handed on as rows finish, engines that die replaced.
+Everything here is in one thread, so that every request is handed on exactly once. Ray is behind
+`pipeline.driver.backend.Hands`; here its references are names of things that will come."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ from std_core.types import Result
 
 BEAT = 1.0  # s between two questions to an engine how far it is
 DRAIN = 20.0  # s that engines may go on after SIGTERM
-RECYCLE = 10_000  # requests that an engine answers before another takes its place: what leaks is given back
+# requests that an engine answers before another takes its place: what leaks is given back
+RECYCLE = 10_000
 STARTS = 3  # engines in a row that end before anything is answered, beyond what suspects explain
-CODES = {"lost": "worker_killed", "crashed": "worker_killed"}  # what a row says of an engine that ended
+CODES = {
+    "lost": "worker_killed",
+    "crashed": "worker_killed",
+}  # what a row says of an engine that ended
 
 
 Emit = Callable[[Answer], None]
@@ -43,7 +47,8 @@ Emit = Callable[[Answer], None]
 
 @dataclass
 class Fleet:
-    """The engines and what is on its way to them: the intake → a lane's `queue` → its `held` → answered."""
+    """The engines and what is on its way to them: the intake → a lane's `queue` → its `held` →
+    answered."""
 
     job: Job
     waves: Waves
@@ -61,10 +66,11 @@ class Fleet:
     moved: float = field(default_factory=time.monotonic)  # when anything last happened
     looked: float = field(default_factory=time.monotonic)  # when the driver last looked
 
-    # ---------------------------------------------------------------------------------------------------- the loop
+    # ------------------------------------------------------------------------------------- the loop
 
     def run(self, stopped: list[int]) -> None:
-        """Until every request is answered. Raises RunError; `stopped` gets the numbers of signals."""
+        """Until every request is answered. Raises RunError; `stopped` gets the numbers of
+        signals."""
         for lane in self.lanes:
             self.start(lane)
         while not self.finished:
@@ -81,7 +87,8 @@ class Fleet:
             self.notice(self.flow)
 
     def close(self) -> None:
-        """Ends what runs; else its resources stay taken for as long as anything here still names it."""
+        """Ends what runs; else its resources stay taken for as long as anything here still names
+        it."""
         for reference in self.intake.decoding:
             self.hands.cancel(reference)
         for lane in self.lanes:
@@ -95,7 +102,11 @@ class Fleet:
     def _drain(self, stopped: list[int]) -> None:
         """Lets engines finish what they hold, until a second signal or for a while."""
         ends, count = time.monotonic() + DRAIN, len(stopped)
-        while any(lane.held for lane in self.lanes) and time.monotonic() < ends and len(stopped) == count:
+        while (
+            any(lane.held for lane in self.lanes)
+            and time.monotonic() < ends
+            and len(stopped) == count
+        ):
             self.step()
             self.watch()
             self.tick()
@@ -115,12 +126,14 @@ class Fleet:
             most_nbytes=self.intake.most_nbytes,
         )
 
-    # ------------------------------------------------------------------------------------------------- what decodes
+    # --------------------------------------------------------------------------------- what decodes
 
     def admit(self) -> None:
         """Starts decoding all that may."""
         while (video := self.intake.admit()) is not None:
-            self.handover.open.update({request.request_id: (request, video) for request in video.requests})
+            self.handover.open.update(
+                {request.request_id: (request, video) for request in video.requests}
+            )
             self._happened()
 
     def _take_frames(self, reference: Any) -> None:
@@ -137,24 +150,31 @@ class Fleet:
                 self.handover.suspects.drop([name])
                 self._answer(Result(name, [], "", "error", error=arrival.failed[request.footage]))
 
-    # ------------------------------------------------------------------------------------------------- the engines
+    # ---------------------------------------------------------------------------------- the engines
 
     def start(self, lane: Lane) -> None:
         """Asks for an engine in the place of the one before."""
         lane.engine, lane.ready = self.hands.start(lane.slots)
 
     def _recycle(self, lane: Lane) -> None:
-        """An engine that has answered very many gets nothing more, and is replaced once it is empty."""
+        """An engine that has answered very many gets nothing more, and is replaced once it is
+        empty."""
         lane.retires = lane.answered >= RECYCLE
         if lane.retires and not lane.held:
             self._replace(lane)
 
-    # --------------------------------------------------------------------------------------------- what comes back
+    # ------------------------------------------------------------------------------ what comes back
 
     def step(self) -> None:
         """Waits, a second at most, for whatever comes first, and takes all there is."""
-        of_lanes = [r for lane in self.lanes for r in (*lane.ready, *lane.others, lane.results, lane.beat)]
-        references = [*self.intake.decoding, *self.handover.feeding, *(r for r in of_lanes if r is not None)]
+        of_lanes = [
+            r for lane in self.lanes for r in (*lane.ready, *lane.others, lane.results, lane.beat)
+        ]
+        references = [
+            *self.intake.decoding,
+            *self.handover.feeding,
+            *(r for r in of_lanes if r is not None),
+        ]
         idle = not self.intake.finished and not self.intake.decoding
         for reference in self.hands.wait(references, 0.05 if idle else 1.0):
             self._take(reference)
@@ -235,10 +255,11 @@ class Fleet:
         draft = (setup or turn.wave.setup).draft
         self.emit(Answer(request, video.frames_of(request), result, attempts, draft))
 
-    # -------------------------------------------------------------------------------------------------- what fails
+    # ----------------------------------------------------------------------------------- what fails
 
     def _died(self, lane: Lane, gone: Gone, when: str = "") -> None:
-        """An engine is gone: what it held is run again, as suspects, or with half the slots if its memory was full."""
+        """An engine is gone: what it held is run again, as suspects, or with half the slots if its
+        memory was full."""
         trial, queue, setup = lane.trial, lane.queue, lane.setup
         code, why = CODES.get(gone.code, gone.code), gone.why + when
         slots = setup.max_num_seqs if setup is not None else lane.slots
@@ -280,10 +301,13 @@ class Fleet:
         message = f"an engine that had nobody else ended twice: {why}"
         self._answer(Result(culprit, [], "", "error", error=RequestError(code, message)))
         if self.blamed >= STARTS and self.blamed == self.answered:
-            raise RunError(f"each of the first {self.blamed} requests ended its engine: {why}; {RESUMES}")
+            raise RunError(
+                f"each of the first {self.blamed} requests ended its engine: {why}; {RESUMES}"
+            )
 
     def watch(self) -> None:
-        """Asks engines how far they are; ends those that don't move; ends the run if nothing does."""
+        """Asks engines how far they are; ends those that don't move; ends the run if nothing
+        does."""
         now = time.monotonic()
         if (asleep := now - self.looked) > 5:  # the driver was stopped, or storage kept it waiting
             self.moved += asleep
@@ -294,11 +318,16 @@ class Fleet:
             if not lane.up or not lane.held:
                 continue
             if now - lane.alive > self.job.engine_timeout:
-                self._died(lane, Gone("engine_timeout", f"it had not moved for {self.job.engine_timeout:g} s"))
+                self._died(
+                    lane,
+                    Gone("engine_timeout", f"it had not moved for {self.job.engine_timeout:g} s"),
+                )
             elif lane.beat is None and now - lane.asked > BEAT:
                 lane.asked, lane.beat = now, self.hands.pulse(lane.engine)
         if now - self.moved > self.job.stall_timeout:
-            raise RunError(f"nothing has moved for {self.job.stall_timeout:g} s: {self._stalled()}; {RESUMES}")
+            raise RunError(
+                f"nothing has moved for {self.job.stall_timeout:g} s: {self._stalled()}; {RESUMES}"
+            )
 
     def _happened(self) -> None:
         self.moved = time.monotonic()
@@ -307,7 +336,10 @@ class Fleet:
         """Which stage waits, and for what."""
         starting = [str(lane.number) for lane in self.lanes if not lane.up]
         stages = [
-            (self.intake.decoding, f"{len(self.intake.decoding)} videos wait for a CPU to decode on"),
+            (
+                self.intake.decoding,
+                f"{len(self.intake.decoding)} videos wait for a CPU to decode on",
+            ),
             (starting, f"engine {', '.join(starting)} waits for its start"),
             (not self.intake.finished, "the next headers are being read"),
         ]

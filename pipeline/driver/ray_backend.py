@@ -1,5 +1,5 @@
-"""What runs elsewhere: an engine's actors, thin shells around `std_core.engine.engine`; and how the driver reaches them, and
-the decode task."""
+"""What runs elsewhere: an engine's actors, thin shells around `std_core.engine.engine`; and how the
+driver reaches them, and the decode task."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from pipeline.config import Job, model_path
 from pipeline.driver.backend import (
@@ -37,7 +46,9 @@ from std_core.types import Mode, Pace, Request, Result
 
 IDLE = 0.005  # s between two looks for a turn
 
-Load = Callable[..., Any]  # (path, **settings) → an engine: something like `std_core.engine.engine.Engine`
+Load = Callable[
+    ..., Any
+]  # (path, **settings) → an engine: something like `std_core.engine.engine.Engine`
 
 
 def load_engine(path: str, **settings: Any) -> Any:
@@ -49,7 +60,8 @@ def load_engine(path: str, **settings: Any) -> Any:
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"feed": 1, "watch": 1})  # type: ignore[call-overload]
 class EngineActor:
-    """One engine, and the lines of requests in front of it, one per turn, which are fed while the engine runs.
+    """One engine, and the lines of requests in front of it, one per turn, which are fed while the
+    engine runs.
 
     Args:
         load: makes the engine of a path and settings.
@@ -78,24 +90,32 @@ class EngineActor:
 
     @ray.method(concurrency_group="feed")
     def feed(
-        self, requests: list[Request], pixels: np.ndarray, numbers: list[tuple[int, ...]], turn: int, setup: Setup
+        self,
+        requests: list[Request],
+        pixels: np.ndarray,
+        numbers: list[tuple[int, ...]],
+        turn: int,
+        setup: Setup,
     ) -> None:
-        """Appends requests to a turn's line, each with those of the frames `pixels`, (T, height, width, 3) uint8, that
-        are its own; before them the pace at which they are to be decoded, if any."""
+        """Appends requests to a turn's line, each with those of the frames `pixels`, (T, height,
+        width, 3) uint8, that are its own; before them the pace at which they are to be decoded, if
+        any."""
         import torch  # the engine's process has it
 
         frames, line = torch.from_numpy(pixels), self.lines.setdefault(turn, queue.SimpleQueue())
         if setup.pace is not None:
             line.put(setup.pace)
         for request, own in zip(requests, numbers, strict=True):
-            line.put(replace(request, frames=frames if len(own) == len(frames) else frames[list(own)]))
+            line.put(
+                replace(request, frames=frames if len(own) == len(frames) else frames[list(own)])
+            )
         self.setups[turn] = setup
 
     def run(self, mode: Mode, leads: bool = True) -> Iterator[Result]:
         """Results as rows finish, turn by turn, for as long as the actor lives.
 
-        Args:
-            leads: decides when a turn is over: once its line is empty and the next one has begun. Other ranks are told.
+        Args: leads: decides when a turn is over: once its line is empty and the next one has begun.
+            Other ranks are told.
 
         Raises:
             RequestError: `out_of_memory`.
@@ -127,11 +147,13 @@ class EngineActor:
             pass
 
     def _line(self, turn: int, leads: bool) -> Iterator[Request | Pace | None]:
-        """What is in line; None while nothing is, so that the engine's rows go on meanwhile (the driver may be waiting
-        for one of them to free memory)."""
+        """What is in line; None while nothing is, so that the engine's rows go on meanwhile (the
+        driver may be waiting for one of them to free memory)."""
         line = self.lines[turn]
         while True:
-            over = leads and turn + 1 in self.lines  # looked at first: what comes in between is taken
+            over = (
+                leads and turn + 1 in self.lines
+            )  # looked at first: what comes in between is taken
             try:
                 request = line.get_nowait()
             except queue.Empty:
@@ -158,7 +180,8 @@ def remote_device() -> Device:
 
 
 def device_of(device: str) -> Device:
-    """What engines run on: `cpu`, which is taken to be as here, or `cuda`, which is asked where it is."""
+    """What engines run on: `cpu`, which is taken to be as here, or `cuda`, which is asked where it
+    is."""
     if device == "cpu":
         return device_at_hand(device)
     return ray.get(remote_device.options(num_gpus=1).remote())
@@ -172,17 +195,31 @@ class Actors:
     place: Any = None  # the resources that several are given at once, on one machine
 
     @classmethod
-    def start(cls, load: Load, model: str, settings: dict[str, Any], options: dict[str, Any]) -> Actors:
-        """`settings["tensor_parallel_size"]` actors with the same model; `options`: Ray's, of each."""
+    def start(
+        cls, load: Load, model: str, settings: dict[str, Any], options: dict[str, Any]
+    ) -> Actors:
+        """`settings["tensor_parallel_size"]` actors with the same model; `options`: Ray's, of
+        each."""
         new: Any = EngineActor
         if (count := settings["tensor_parallel_size"]) == 1:
             return cls([new.options(**options).remote(load, model, settings)])
         needs = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0)}
-        place = placement_group([{k: v for k, v in needs.items() if v}] * count, strategy="STRICT_PACK")
-        seats = [PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank) for rank in range(count)]
+        place = placement_group(
+            [{k: v for k, v in needs.items() if v}] * count, strategy="STRICT_PACK"
+        )
+        seats = [
+            PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank)
+            for rank in range(count)
+        ]
         address = free_address.options(scheduling_strategy=seats[0]).remote()
         each = [new.options(**options, scheduling_strategy=seat) for seat in seats]
-        return cls([a.remote(load, model, settings | {"rank": rank}, address) for rank, a in enumerate(each)], place)
+        return cls(
+            [
+                a.remote(load, model, settings | {"rank": rank}, address)
+                for rank, a in enumerate(each)
+            ],
+            place,
+        )
 
     def kill(self) -> None:
         """All of them: none can go on without the others."""
@@ -220,7 +257,9 @@ class RayHands:
 
     def run(self, engine: Actors) -> tuple[Any, list[Any]]:
         first, *others = engine.ranks
-        return first.run.remote(self.job.mode), [actor.follow.remote(self.job.mode) for actor in others]
+        return first.run.remote(self.job.mode), [
+            actor.follow.remote(self.job.mode) for actor in others
+        ]
 
     def feed(
         self,
@@ -231,7 +270,9 @@ class RayHands:
         turn: int,
         setup: Setup,
     ) -> Any:
-        first, *_ = [actor.feed.remote(requests, pixels, numbers, turn, setup) for actor in engine.ranks]
+        first, *_ = [
+            actor.feed.remote(requests, pixels, numbers, turn, setup) for actor in engine.ranks
+        ]
         return first
 
     def pulse(self, engine: Actors) -> Any:
@@ -247,7 +288,9 @@ class RayHands:
             return ray.get(reference)
         except RayActorError as error:
             if "creation task" in str(error):
-                raise RunError(f"the engine is gone: it could not start: {_last_line(error)}; {RESUMES}") from error
+                raise RunError(
+                    f"the engine is gone: it could not start: {_last_line(error)}; {RESUMES}"
+                ) from error
             raise Gone("worker_killed", "its process died, killed or out of memory") from error
         except RayTaskError as error:
             raise _failed(error) from error
@@ -276,7 +319,8 @@ class RayHands:
 
 
 def _failed(error: RayTaskError) -> Gone:
-    """What was raised in a task or an actor; a task whose argument could not be had is as if its own were lost."""
+    """What was raised in a task or an actor; a task whose argument could not be had is as if its
+    own were lost."""
     if isinstance(error.cause, RequestError):
         return Gone(error.cause.code, error.cause.message)
     return Gone("lost" if isinstance(error.cause, RayError) else "worker_killed", _last_line(error))

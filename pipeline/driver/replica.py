@@ -1,5 +1,5 @@
-"""What is where in a run: videos that decode, requests that wait for an engine or sit in one. Bookkeeping alone: knows
-no Ray and starts nothing."""
+"""What is where in a run: videos that decode, requests that wait for an engine or sit in one.
+Bookkeeping alone: knows no Ray and starts nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pipeline.video.windows import part, spans
 from std_core.types import Result
 
 HELD = 2  # × slots requests that an engine is handed: those in its slots, and as many in line
-AHEAD = 3  # × slots requests that are in an engine, decoded for it, or decoding: 2 × slots ahead of the slots
+# × slots requests that are in an engine, decoded for it, or decoding: 2 × slots ahead of the slots
+AHEAD = 3
 
 
 @dataclass(eq=False)
@@ -29,7 +30,8 @@ class Turn:
 
 @dataclass(eq=False)
 class Video:
-    """Requests whose frames are decoded in one pass, from the plan until the last of them is answered."""
+    """Requests whose frames are decoded in one pass, from the plan until the last of them is
+    answered."""
 
     turn: Turn
     requests: list[Planned]
@@ -37,7 +39,9 @@ class Video:
     nbytes: int  # of its frames as planned
     left: int
     pixels: Any = None  # reference to them, until the last request is answered
-    parts: dict[str, tuple[Frames, tuple[int, ...]]] = field(default_factory=dict)  # by footage, see `windows.part`
+    parts: dict[str, tuple[Frames, tuple[int, ...]]] = field(
+        default_factory=dict
+    )  # by footage, see `windows.part`
     tries: int = 0  # how often it was decoded
     crashes: int = 0  # how often that ended its process
 
@@ -66,17 +70,21 @@ def videos(wave: Wave) -> Iterator[Video]:
 
 @dataclass(eq=False)
 class Lane:
-    """The place of one engine, which outlives the engines that follow each other in it: videos of its waves are in
-    `coming`, decoded requests in `queue` wait for it, those in `held` were handed to it, in that order, and are not
-    answered yet."""
+    """The place of one engine, which outlives the engines that follow each other in it: videos of
+    its waves are in `coming`, decoded requests in `queue` wait for it, those in `held` were handed
+    to it, in that order, and are not answered yet."""
 
     number: int
     slots: int
     engine: Any = None
-    ready: list[Any] = field(default_factory=list)  # references that resolve to the engine's node once it runs
+    ready: list[Any] = field(
+        default_factory=list
+    )  # references that resolve to the engine's node once it runs
     node: str | None = None
     results: Any = None  # its stream, once it runs
-    others: list[Any] = field(default_factory=list)  # references that are there once a part of the engine has ended
+    others: list[Any] = field(
+        default_factory=list
+    )  # references that are there once a part of the engine has ended
     beat: Any = None  # reference to the newest answer to "how far are you"
     pulse: int = -1  # that answer
     alive: float = field(default_factory=time.monotonic)  # when the engine last moved
@@ -115,7 +123,8 @@ class Lane:
         self.alive = time.monotonic()
 
     def lost(self) -> list[Planned]:
-        """Forgets the engine, and what was asked of it; returns what it held, in the order in which it was handed."""
+        """Forgets the engine, and what was asked of it; returns what it held, in the order in which
+        it was handed."""
         held, self.held = [request for request, _ in self.held.values()], {}
         self.engine = self.node = self.results = self.beat = self.trial = self.setup = None
         self.ready, self.others = [], []

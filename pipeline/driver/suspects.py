@@ -1,10 +1,11 @@
-"""Who killed the engine: of the requests that an engine held when it died, which run next, in whose company, and whom
-to blame. Pure: knows no engine, no clock and no Ray.
+"""Who killed the engine: of the requests that an engine held when it died, which run next, in whose
+company, and whom to blame. Pure: knows no engine, no clock and no Ray.
 
-Whatever an engine held when it died is suspected. Suspects run again together, in an engine that is handed nobody else;
-if it dies too they run in halves, and so on. Blamed is only who ended an engine twice that had nobody but him from the
-start of the trial. Of n suspects one culprit thus ends 3 + ⌈log2 n⌉ engines; an engine is handed at most two requests
-per slot, which makes 4 + ⌈log2 slots⌉."""
+Whatever an engine held when it died is suspected. Suspects run again together, in an engine that is
+handed nobody else; if it dies too they run in halves, and so on. Blamed is only who ended an engine
+twice that had nobody but him from the start of the trial. Of n suspects one culprit thus ends 3 +
+⌈log2 n⌉ engines; an engine is handed at most two requests per slot, which makes 4 + ⌈log2
+slots⌉."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ ALONE = 2  # deaths alone in an engine that make a culprit
 
 @dataclass(frozen=True)
 class Group:
-    """Suspects that run together and with nobody else; `alone` counts the engines that ended under a single one."""
+    """Suspects that run together and with nobody else; `alone` counts the engines that ended under
+    a single one."""
 
     requests: tuple[str, ...]
     alone: int = 0
@@ -30,8 +32,8 @@ def after_death(held: Sequence[str], trial: Group | None) -> tuple[tuple[Group, 
         held: requests that it had been handed and had not answered.
         trial: the group that it was running; None where it did ordinary work.
 
-    Returns:
-        The groups that run next, in which each of `held` is once, and a request to blame, which is in no group.
+    Returns: The groups that run next, in which each of `held` is once, and a request to blame,
+        which is in no group.
     """
     if not held:
         return (), None
@@ -51,7 +53,8 @@ class Suspects:
     waiting: deque[Group] = field(default_factory=deque)
 
     def died(self, held: Sequence[str], trial: Group | None) -> str | None:
-        """Notes an engine's death; returns whom to blame, if anyone. The newest suspects are tried first."""
+        """Notes an engine's death; returns whom to blame, if anyone. The newest suspects are tried
+        first."""
         groups, blamed = after_death(held, trial)
         self.waiting.extendleft(reversed(groups))
         return blamed
@@ -63,7 +66,9 @@ class Suspects:
     def drop(self, requests: Iterable[str]) -> None:
         """Forgets requests that were answered otherwise."""
         gone = set(requests)
-        left = [replace(g, requests=tuple(r for r in g.requests if r not in gone)) for g in self.waiting]
+        left = [
+            replace(g, requests=tuple(r for r in g.requests if r not in gone)) for g in self.waiting
+        ]
         self.waiting = deque(group for group in left if group.requests)
 
     def put_back(self, group: Group) -> None:

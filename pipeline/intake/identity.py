@@ -1,5 +1,5 @@
-"""What makes a request the same request: the content of a video, the prompt, the full model and the settings that
-change its text. Draft settings are no part of it, since they change no text."""
+"""What makes a request the same request: the content of a video, the prompt, the full model and the
+settings that change its text. Draft settings are no part of it, since they change no text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pipeline import storage
 from pipeline.records import FrameOptions
 from std_core.types import Sampling
 
-PREPROCESSING_VERSION = 2  # raise it when the same video and options give the model other pixels or other tokens
+PREPROCESSING_VERSION = (
+    2  # raise it when the same video and options give the model other pixels or other tokens
+)
 
 
 def request_id(
@@ -32,15 +34,13 @@ def request_id(
 ) -> str:
     """A request's identity, 128 bits as 32 hex digits.
 
-    Args:
-        video_uri: its credentials and signatures are no part of the identity: they differ from day to day.
-        size, version: bytes, and ETag or mtime; None where the video could not be looked at.
-        model_revision: a hub revision, or the hash of a local folder.
-        dtype: of the full model.
-        given_id: the manifest's own `request_id`, if it has one.
-        occurrence: number of the row among equal ones (equal `given_id` included), from 0.
-        sparse: the setting of `--mode sparse`, whose text is not the full model's; None in the exact modes.
-        window: start, length and overlap (s) of the window that it is about; None without windows.
+    Args: video_uri: its credentials and signatures are no part of the identity: they differ from
+        day to day. size, version: bytes, and ETag or mtime; None where the video could not be
+        looked at. model_revision: a hub revision, or the hash of a local folder. dtype: of the full
+        model. given_id: the manifest's own `request_id`, if it has one. occurrence: number of the
+        row among equal ones (equal `given_id` included), from 0. sparse: the setting of `--mode
+        sparse`, whose text is not the full model's; None in the exact modes. window: start, length
+        and overlap (s) of the window that it is about; None without windows.
     """
     content = {
         "video": [storage.redact(storage.normalize(video_uri)), size, version],
@@ -66,6 +66,9 @@ def _changed(sampling: Sampling) -> dict[str, object]:
 
 
 def _set(options: Mapping[str, object]) -> dict[str, object]:
-    """The options that are given; 2 and 2.0 are one value. A new option that is not set leaves old identities alone."""
-    whole = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in options.items()}
+    """The options that are given; 2 and 2.0 are one value. A new option that is not set leaves old
+    identities alone."""
+    whole = {
+        k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in options.items()
+    }
     return {name: value for name, value in whole.items() if value is not None}

@@ -1,7 +1,9 @@
-"""What a run is asked: a folder, a glob, one video or a manifest becomes a stream of `Item`s, one per question.
+"""What a run is asked: a folder, a glob, one video or a manifest becomes a stream of `Item`s, one
+per question.
 
-Everything that can be wrong with an input is found, and said, before the first item; items are made as they are taken,
-so that a manifest of a million rows is never held as Python objects. No video is opened here."""
+Everything that can be wrong with an input is found, and said, before the first item; items are made
+as they are taken, so that a manifest of a million rows is never held as Python objects. No video is
+opened here."""
 
 from __future__ import annotations
 
@@ -27,7 +29,20 @@ from pipeline.output.schema import (
 from pipeline.records import Item, RequestError, UsageError
 
 VIDEO_SUFFIXES = frozenset(
-    (".mp4", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m4v", ".gif", ".mpg", ".mpeg", ".wmv", ".flv")
+    (
+        ".mp4",
+        ".mov",
+        ".mkv",
+        ".webm",
+        ".avi",
+        ".ts",
+        ".m4v",
+        ".gif",
+        ".mpg",
+        ".mpeg",
+        ".wmv",
+        ".flv",
+    )
 )
 VIDEO_COLUMNS = ("video", "video_uri", "url", "path")
 QUESTION_COLUMNS = ("question", "prompt")
@@ -41,11 +56,12 @@ _ROW_BYTES = 4 << 20  # a row of a .csv or .jsonl may be this long
 class Manifest:
     """An input that was found to be in order.
 
-    Attributes:
-        input_schema: the manifest's columns as the output carries them (there under `input_<name>` where the result
-            has a column of that name); `Item.columns` has these names. Empty for anything but a table.
-        items: starts a new pass over the items. A cell without a video or question gives an item with an empty
-            `video_uri` or `prompt`: that request fails, not the run.
+    Attributes: input_schema: the manifest's columns as the output carries them (there under
+        `input_<name>` where the result
+            has a column of that name); `Item.columns` has these names. Empty for anything but a
+            table.
+        items: starts a new pass over the items. A cell without a video or question gives an item
+            with an empty `video_uri` or `prompt`: that request fails, not the run.
     """
 
     input_schema: pa.Schema
@@ -53,18 +69,21 @@ class Manifest:
 
 
 def open_manifest(
-    uri: str, prompts: Sequence[str] = (), video_column: str | None = None, question_column: str | None = None
+    uri: str,
+    prompts: Sequence[str] = (),
+    video_column: str | None = None,
+    question_column: str | None = None,
 ) -> Manifest:
     """Looks at an input and makes its items ready.
 
-    Args:
-        uri: a folder or bucket prefix, a glob, one video, or a manifest (.parquet, .jsonl, .csv, .txt).
-        prompts: every video answers each; not used for rows that bring their own question.
-        video_column: of a manifest; by default the first there is of `VIDEO_COLUMNS`; values relative to its folder.
-        question_column: by default the first there is of `QUESTION_COLUMNS`, if any.
+    Args: uri: a folder or bucket prefix, a glob, one video, or a manifest (.parquet, .jsonl, .csv,
+        .txt). prompts: every video answers each; not used for rows that bring their own question.
+        video_column: of a manifest; by default the first there is of `VIDEO_COLUMNS`; values
+        relative to its folder. question_column: by default the first there is of
+        `QUESTION_COLUMNS`, if any.
 
-    Raises:
-        UsageError: no such input, nothing in it, unreadable, a column that is not there, or no question at all.
+    Raises: UsageError: no such input, nothing in it, unreadable, a column that is not there, or no
+        question at all.
     """
     try:
         suffix = posixpath.splitext(uri)[1].lower()
@@ -86,7 +105,9 @@ def _of_videos(videos: Callable[[], Iterator[str]], prompts: Sequence[str], uri:
     if not prompts:
         raise UsageError(f"{storage.shown(uri)} holds videos without questions: give a prompt")
     if next(videos(), None) is None:
-        raise UsageError(f"{storage.shown(uri)}: there is no video in it (looked for {_suffixes()})")
+        raise UsageError(
+            f"{storage.shown(uri)}: there is no video in it (looked for {_suffixes()})"
+        )
 
     def items() -> Iterator[Item]:
         count = _occurrences()
@@ -116,7 +137,8 @@ def _videos(uri: str) -> Iterator[str]:
 
 
 def _lines(uri: str) -> Iterator[str]:
-    """The videos that a text file lists, one a line; every character of a line but its end is the name's."""
+    """The videos that a text file lists, one a line; every character of a line but its end is the
+    name's."""
     folder = storage.parent(uri)
     with storage.open_read(uri, _BLOCK) as raw, _readable(uri):
         for line in io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8-sig", newline="\n"):
@@ -137,7 +159,11 @@ class _Roles:
 
 
 def _of_table(
-    uri: str, table: _Table, prompts: Sequence[str], video_column: str | None, question_column: str | None
+    uri: str,
+    table: _Table,
+    prompts: Sequence[str],
+    video_column: str | None,
+    question_column: str | None,
 ) -> Manifest:
     with _readable(uri):
         schema, rows = table.schema(uri)
@@ -152,16 +178,22 @@ def _of_table(
             f"{storage.shown(uri)} has no question column (it has {_listed(schema)}): name one, or give a prompt"
         )
     schema = table.literal(schema, roles)
-    carried = pa.schema([f.with_name(carried_name(f.name, schema.names)) for f in schema.remove_metadata()])
+    carried = pa.schema(
+        [f.with_name(carried_name(f.name, schema.names)) for f in schema.remove_metadata()]
+    )
 
     def items() -> Iterator[Item]:
         with _readable(uri):
-            yield from _items(table.batches(uri, schema), roles, carried.names, prompts, storage.parent(uri))
+            yield from _items(
+                table.batches(uri, schema), roles, carried.names, prompts, storage.parent(uri)
+            )
 
     return Manifest(carried, items)
 
 
-def _roles(uri: str, schema: pa.Schema, video_column: str | None, question_column: str | None) -> _Roles:
+def _roles(
+    uri: str, schema: pa.Schema, video_column: str | None, question_column: str | None
+) -> _Roles:
     video = _column(uri, schema, video_column, VIDEO_COLUMNS, "video")
     if video is None:
         raise UsageError(
@@ -172,7 +204,9 @@ def _roles(uri: str, schema: pa.Schema, video_column: str | None, question_colum
     return _Roles(video, question, _ID_COLUMN if _ID_COLUMN in schema.names else None)
 
 
-def _column(uri: str, schema: pa.Schema, wanted: str | None, usual: Iterable[str], what: str) -> str | None:
+def _column(
+    uri: str, schema: pa.Schema, wanted: str | None, usual: Iterable[str], what: str
+) -> str | None:
     """The column of a role, by its given or a usual name; holds text, or nothing at all."""
     if wanted is not None and wanted not in schema.names:
         near = difflib.get_close_matches(wanted, schema.names, 1, 0.0)
@@ -182,7 +216,9 @@ def _column(uri: str, schema: pa.Schema, wanted: str | None, usual: Iterable[str
         )
     name = wanted or next((n for n in usual if n in schema.names), None)
     if name is not None and not _castable(schema.field(name).type):
-        raise UsageError(f"{storage.shown(uri)}: the {what} column {name!r} holds {schema.field(name).type}, not text")
+        raise UsageError(
+            f"{storage.shown(uri)}: the {what} column {name!r} holds {schema.field(name).type}, not text"
+        )
     return name
 
 
@@ -190,7 +226,9 @@ def _castable(type_: pa.DataType) -> bool:
     """Whether values can be read as text."""
     if pa.types.is_dictionary(type_):
         return _castable(type_.value_type)
-    nested = pa.types.is_nested(type_) or pa.types.is_binary(type_) or pa.types.is_large_binary(type_)
+    nested = (
+        pa.types.is_nested(type_) or pa.types.is_binary(type_) or pa.types.is_large_binary(type_)
+    )
     return not nested
 
 
@@ -199,13 +237,19 @@ def _listed(schema: pa.Schema) -> str:
 
 
 def _items(
-    batches: Iterable[pa.RecordBatch], roles: _Roles, carried: Sequence[str], prompts: Sequence[str], folder: str
+    batches: Iterable[pa.RecordBatch],
+    roles: _Roles,
+    carried: Sequence[str],
+    prompts: Sequence[str],
+    folder: str,
 ) -> Iterator[Item]:
     """Rows as items, those of one video together as far as a window of the manifest shows them."""
     count = _occurrences()
     for batch in batches:
         for start in range(0, batch.num_rows, _WINDOW):
-            for row in _by_video(_rows(batch.slice(start, _WINDOW), roles, carried, prompts, folder)):
+            for row in _by_video(
+                _rows(batch.slice(start, _WINDOW), roles, carried, prompts, folder)
+            ):
                 yield replace(row, occurrence=count(row.video_uri, row.prompt, row.given_id))
 
 
@@ -216,12 +260,19 @@ def _by_video(items: Iterable[Item]) -> list[Item]:
 
 
 def _rows(
-    batch: pa.RecordBatch, roles: _Roles, carried: Sequence[str], prompts: Sequence[str], folder: str
+    batch: pa.RecordBatch,
+    roles: _Roles,
+    carried: Sequence[str],
+    prompts: Sequence[str],
+    folder: str,
 ) -> Iterator[Item]:
     videos = _text(batch, roles.video)
     questions = _text(batch, roles.question) if roles.question else None
     given = _text(batch, roles.given_id) if roles.given_id else None
-    columns, at = [_values(column) for column in batch.columns], batch.schema.names.index(roles.video)
+    columns, at = (
+        [_values(column) for column in batch.columns],
+        batch.schema.names.index(roles.video),
+    )
     for i, video in enumerate(videos):
         row = {name: values[i] for name, values in zip(carried, columns, strict=True)}
         if isinstance(value := row[carried[at]], str):
@@ -236,15 +287,16 @@ def _text(batch: pa.RecordBatch, name: str) -> list[str | None]:
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Python values that Arrow takes back unchanged; ns times as integers, for which Python has no type."""
+    """Python values that Arrow takes back unchanged; ns times as integers, for which Python has no
+    type."""
     if getattr(column.type, "unit", None) == "ns":
         return column.cast(pa.int64()).to_pylist()
     return column.to_pylist()
 
 
 def _occurrences() -> Callable[[str, str, str | None], int]:
-    """Counts equal (video, question, own id) from 0. Holds 8 bytes of hash each: two different rows that collide would
-    only be numbered as if they were equal, and the same way in every run."""
+    """Counts equal (video, question, own id) from 0. Holds 8 bytes of hash each: two different rows
+    that collide would only be numbered as if they were equal, and the same way in every run."""
     seen: set[int] = set()
     again: dict[int, int] = {}
 
@@ -265,8 +317,9 @@ def _occurrences() -> Callable[[str, str, str | None], int]:
 
 @dataclass(frozen=True)
 class _Table:
-    """One format. `schema` reads the whole file if it must, and also says if there are rows; `literal` is the schema
-    for the second pass, with the columns that have a role as the text that the file holds."""
+    """One format. `schema` reads the whole file if it must, and also says if there are rows;
+    `literal` is the schema for the second pass, with the columns that have a role as the text that
+    the file holds."""
 
     schema: Callable[[str], tuple[pa.Schema, bool]]
     literal: Callable[[pa.Schema, _Roles], pa.Schema]
@@ -277,7 +330,11 @@ class _Table:
 def _readable(uri: str) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # pyarrow raises OSError for some broken files
+    except (
+        pa.ArrowException,
+        OSError,
+        UnicodeDecodeError,
+    ) as error:  # pyarrow raises OSError for some broken files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{storage.shown(uri)} cannot be read as a manifest: {reason}") from error
 
@@ -307,7 +364,9 @@ def _csv_schema(uri: str) -> tuple[pa.Schema, bool]:
 def _csv_batches(uri: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     with storage.open_read(uri, _BLOCK) as file:
         types = pyarrow.csv.ConvertOptions(column_types=schema)
-        yield from pyarrow.csv.open_csv(file, pyarrow.csv.ReadOptions(block_size=_ROW_BYTES), _CSV, types)
+        yield from pyarrow.csv.open_csv(
+            file, pyarrow.csv.ReadOptions(block_size=_ROW_BYTES), _CSV, types
+        )
 
 
 def _csv_literal(schema: pa.Schema, roles: _Roles) -> pa.Schema:
@@ -324,15 +383,23 @@ def _json_schema(uri: str) -> tuple[pa.Schema, bool]:
 
 def _json_batches(uri: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     with storage.open_read(uri, _BLOCK) as file:
-        types = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-        yield from pyarrow.json.open_json(file, pyarrow.json.ReadOptions(block_size=_ROW_BYTES), types)
+        types = pyarrow.json.ParseOptions(
+            explicit_schema=schema, unexpected_field_behavior="ignore"
+        )
+        yield from pyarrow.json.open_json(
+            file, pyarrow.json.ReadOptions(block_size=_ROW_BYTES), types
+        )
 
 
 def _json_literal(schema: pa.Schema, roles: _Roles) -> pa.Schema:
-    """A text that looks like a date is a text; a number stays one, as it cannot be parsed as text."""
+    """A text that looks like a date is a text; a number stays one, as it cannot be parsed as
+    text."""
     names = {roles.video, roles.question, roles.given_id}
     return pa.schema(
-        [f.with_type(pa.string()) if f.name in names and pa.types.is_temporal(f.type) else f for f in schema]
+        [
+            f.with_type(pa.string()) if f.name in names and pa.types.is_temporal(f.type) else f
+            for f in schema
+        ]
     )
 
 

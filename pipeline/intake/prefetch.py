@@ -1,5 +1,5 @@
-"""Work that a thread does ahead of the one who needs it: headers are read while engines run. What comes out is taken by
-one thread, never waited for, and everything is made in another."""
+"""Work that a thread does ahead of the one who needs it: headers are read while engines run. What
+comes out is taken by one thread, never waited for, and everything is made in another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Source(Protocol[T_co]):
         """Whether everything was made and taken."""
 
     def take(self, seconds: float = 0.0) -> T_co | None:
-        """The next thing; None if there is none within so many seconds. Raises what its making raised."""
+        """The next thing; None if there is none within so many seconds. Raises what its making
+        raised."""
 
 
 class _Closed(Exception):
@@ -31,7 +32,8 @@ class _Closed(Exception):
 
 
 class Ahead(Generic[T]):
-    """What `make` hands to its argument, at most `most` of it ahead of `take`. A context manager."""
+    """What `make` hands to its argument, at most `most` of it ahead of `take`. A context
+    manager."""
 
     def __init__(self, make: Callable[[Callable[[T], None]], None], most: int):
         self._make = make
@@ -46,8 +48,8 @@ class Ahead(Generic[T]):
         return not self._thread.is_alive() and self._failure is None and self._made.empty()
 
     def take(self, seconds: float = 0.0) -> T | None:
-        """The next thing; None if there is none within so many seconds. Raises what `make` raised, behind what it made
-        before."""
+        """The next thing; None if there is none within so many seconds. Raises what `make` raised,
+        behind what it made before."""
         try:
             return self._made.get(timeout=seconds) if seconds else self._made.get_nowait()
         except queue.Empty:
@@ -56,14 +58,17 @@ class Ahead(Generic[T]):
             return None
 
     def close(self) -> None:
-        """Ends the thread at its next step; does not wait for long, since that may be a slow look at storage."""
+        """Ends the thread at its next step; does not wait for long, since that may be a slow look
+        at storage."""
         self._unwanted.set()
         self._thread.join(WAIT)
 
     def __enter__(self) -> Ahead[T]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.close()
 
     def _run(self) -> None:

@@ -1,5 +1,5 @@
-"""From an input to planned requests, on one machine and from headers alone: which have no row yet, what their videos
-are. No frame is decoded, and Ray is not needed."""
+"""From an input to planned requests, on one machine and from headers alone: which have no row yet,
+what their videos are. No frame is decoded, and Ray is not needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from pipeline import storage
 from pipeline.config import Job, draft_of
 from pipeline.intake.identity import request_id
 from pipeline.intake.manifest import Manifest, open_manifest
-from pipeline.records import Failed, Found, Item, Pending, Planned, RequestError, UsageError, VideoInfo
+from pipeline.records import (
+    Failed,
+    Found,
+    Item,
+    Pending,
+    Planned,
+    RequestError,
+    UsageError,
+    VideoInfo,
+)
 from pipeline.video.frame_plan import plan_frames
 from pipeline.video.probe import probe
 from pipeline.video.windows import Window, windows
@@ -33,9 +42,8 @@ R = TypeVar("R")
 class Requests:
     """The input's requests, one pass, in its order.
 
-    Attributes:
-        ids: fingerprints of all that were seen so far, those with a row included; a repeated id is one request.
-        probed: reads headers.
+    Attributes: ids: fingerprints of all that were seen so far, those with a row included; a
+        repeated id is one request. probed: reads headers.
     """
 
     items: Iterable[Item]
@@ -55,7 +63,9 @@ class Requests:
                     if fingerprint not in done:
                         yield pending
 
-    def _pending(self, batch: Sequence[Item], versions: Mapping[str, _Version]) -> Iterator[Pending]:
+    def _pending(
+        self, batch: Sequence[Item], versions: Mapping[str, _Version]
+    ) -> Iterator[Pending]:
         """The requests of some items: one each, or one per window."""
         seconds = self.job.window_seconds
         if seconds is None:
@@ -65,13 +75,18 @@ class Requests:
         infos = self.probed({item.video_uri for item in batch if item.video_uri})
         for item in batch:
             info = infos.get(item.video_uri)
-            # a video that cannot be read fails as its first window, whose row takes the failed one's place later
+            # a video that cannot be read fails as its first window, whose row takes the failed
+            # one's place later
             found: Sequence[Window | None] = [None]
             if isinstance(info, VideoInfo):
                 found = windows(info, self.job.frames, seconds, self.job.window_overlap)
             for window in found:
                 start = (self.job.frames.video_start or 0.0) if window is None else window[0]
-                named = {"start": round(start, 6), "seconds": seconds, "overlap": self.job.window_overlap}
+                named = {
+                    "start": round(start, 6),
+                    "seconds": seconds,
+                    "overlap": self.job.window_overlap,
+                }
                 yield Pending(self._id(item, *versions[item.video_uri], named), item, window, info)
 
     @cached_property
@@ -80,7 +95,13 @@ class Requests:
         draft = draft_of(self.job) if self.job.mode == "sparse" else None
         return None if draft is None else {k: v for k, v in asdict(draft).items() if k != "gamma"}
 
-    def _id(self, item: Item, size: int | None, version: str | None, window: Mapping[str, object] | None = None) -> str:
+    def _id(
+        self,
+        item: Item,
+        size: int | None,
+        version: str | None,
+        window: Mapping[str, object] | None = None,
+    ) -> str:
         return request_id(
             video_uri=item.video_uri,
             size=size,
@@ -98,9 +119,12 @@ class Requests:
 
 
 def window_of(job: Job, checkpoint: Checkpoint) -> int:
-    """Tokens that a request may have in all. Raises UsageError where more is asked for than the model has."""
+    """Tokens that a request may have in all. Raises UsageError where more is asked for than the
+    model has."""
     if job.max_model_len and job.max_model_len > checkpoint.max_model_len:
-        raise UsageError(f"--max-model-len is {job.max_model_len}: the model's window is {checkpoint.max_model_len}")
+        raise UsageError(
+            f"--max-model-len is {job.max_model_len}: the model's window is {checkpoint.max_model_len}"
+        )
     return job.max_model_len or checkpoint.max_model_len
 
 
@@ -117,14 +141,17 @@ def probed(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
 def found(
     pending: Iterable[Pending], job: Job, checkpoint: Checkpoint, probed: Probed = probed
 ) -> Iterator[list[Found]]:
-    """All requests, planned or failed, in batches: small ones at first, so that engines begin early."""
+    """All requests, planned or failed, in batches: small ones at first, so that engines begin
+    early."""
     rest, size = iter(pending), FIRST
     while batch := list(islice(rest, size)):
         size = min(MOST, 2 * size)
         yield list(look(batch, job, checkpoint, probed))
 
 
-def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint, probed: Probed = probed) -> Iterator[Found]:
+def look(
+    pool: Sequence[Pending], job: Job, checkpoint: Checkpoint, probed: Probed = probed
+) -> Iterator[Found]:
     """Reads the headers of the videos, each once, and plans every request."""
     infos = probed({p.item.video_uri for p in pool if p.item.video_uri and p.info is None})
     for pending in pool:
@@ -135,14 +162,18 @@ def look(pool: Sequence[Pending], job: Job, checkpoint: Checkpoint, probed: Prob
             yield Failed(pending, error, info if isinstance(info, VideoInfo) else None)
 
 
-def _plan(pending: Pending, info: VideoInfo | RequestError | None, job: Job, checkpoint: Checkpoint) -> Planned:
+def _plan(
+    pending: Pending, info: VideoInfo | RequestError | None, job: Job, checkpoint: Checkpoint
+) -> Planned:
     if info is None or not pending.item.prompt:
         missing = "video" if info is None else "question"
         raise RequestError("invalid_request", f"the input names no {missing} in this row")
     if isinstance(info, RequestError):
         raise info
     frames = plan_frames(info, job.frames, checkpoint.geometry, pending.window)
-    text = checkpoint.prompt_tokens(pending.item.prompt, len(frames.times), frames.fps, frames.times)
+    text = checkpoint.prompt_tokens(
+        pending.item.prompt, len(frames.times), frames.fps, frames.times
+    )
     window = window_of(job, checkpoint)
     if text + frames.tokens >= window:
         raise RequestError(
@@ -150,7 +181,9 @@ def _plan(pending: Pending, info: VideoInfo | RequestError | None, job: Job, che
             f"{frames.tokens} visual tokens of {len(frames.times)} frames and {text} of the prompt leave no room in "
             f"{window}: lower fps, max_frames, max_pixels or total_pixels",
         )
-    return Planned(pending.request_id, pending.item, info, frames, text + frames.tokens, pending.window)
+    return Planned(
+        pending.request_id, pending.item, info, frames, text + frames.tokens, pending.window
+    )
 
 
 def _probe(uri: str) -> VideoInfo | RequestError:
@@ -161,7 +194,8 @@ def _probe(uri: str) -> VideoInfo | RequestError:
 
 
 def _version(uri: str) -> tuple[int | None, str | None]:
-    """Size and version of a video; Nones where it cannot be looked at, for which the probe will find the reason."""
+    """Size and version of a video; Nones where it cannot be looked at, for which the probe will
+    find the reason."""
     try:
         found = storage.info(uri)
     except RequestError:

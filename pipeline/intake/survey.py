@@ -1,6 +1,7 @@
-"""What is known of a job before anything runs, and who finds it out: of its model without weights, of its input, of the
-requests that have no row yet. The work is `pipeline.intake.survey_process`'s; drivers let it be done in a process of its own, so
-that they need neither PyTorch nor transformers, and headers are read beside their work, not in between."""
+"""What is known of a job before anything runs, and who finds it out: of its model without weights,
+of its input, of the requests that have no row yet. The work is `pipeline.intake.survey_process`'s;
+drivers let it be done in a process of its own, so that they need neither PyTorch nor transformers,
+and headers are read beside their work, not in between."""
 
 from __future__ import annotations
 
@@ -31,10 +32,9 @@ if TYPE_CHECKING:
         Found,
     )
 
-# no folder of the user's may pass for this package: relative inputs keep the working directory what it is
-START = (
-    "import sys; sys.path[0] = sys.argv[1]; from pipeline.intake.survey_process import serve; serve(int(sys.argv[2]))"
-)
+# no folder of the user's may pass for this package: relative inputs keep the working directory what
+# it is
+START = "import sys; sys.path[0] = sys.argv[1]; from pipeline.intake.survey_process import serve; serve(int(sys.argv[2]))"
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Closing:
-    """Of an input, once it is read: its requests, those with a row included, and how many of them had a row that is
-    an error and stays."""
+    """Of an input, once it is read: its requests, those with a row included, and how many of them
+    had a row that is an error and stays."""
 
     requests: int
     failed: int
@@ -72,13 +72,14 @@ class Surveyor(Protocol):
 
     @property
     def facts(self) -> Facts:
-        """Raises UsageError for what is wrong with the model, the draft or the input, if making one has not."""
+        """Raises UsageError for what is wrong with the model, the draft or the input, if making one
+        has not."""
 
     def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
         """Reads the input, once.
 
-        Args:
-            done: fingerprints of the requests that have a row; `failed`: of those whose row is an error.
+        Args: done: fingerprints of the requests that have a row; `failed`: of those whose row is an
+            error.
         """
 
     @property
@@ -87,16 +88,19 @@ class Surveyor(Protocol):
 
     def __enter__(self) -> Surveyor: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         """Stops reading."""
 
 
 class Apart:
-    """A `Surveyor` in a process of its own, which does not outlive this one, and the `Source` that it begins. Where a
-    video's headers end that process, another one reads the rest, and each video's in a process of its own first.
+    """A `Surveyor` in a process of its own, which does not outlive this one, and the `Source` that
+    it begins. Where a video's headers end that process, another one reads the rest, and each
+    video's in a process of its own first.
 
-    Raises:
-        UsageError: as `Surveyor` says. RunError: its process ended, with nothing read that was the cause.
+    Raises: UsageError: as `Surveyor` says. RunError: its process ended, with nothing read that was
+        the cause.
     """
 
     def __init__(self, job: Job, prompts: Sequence[str]):
@@ -130,7 +134,8 @@ class Apart:
         return self._closing
 
     def take(self, seconds: float = 0.0) -> list[Found] | None:
-        """As `Source` has it. Raises RunError where the process ended, and what its survey raised."""
+        """As `Source` has it. Raises RunError where the process ended, and what its survey
+        raised."""
         if self.closed or not self._pipe.poll(seconds):
             return None
         answer = self._answer()
@@ -167,7 +172,8 @@ class Apart:
         return answer
 
     def _again(self, status: int) -> list[Found]:
-        """Reads the rest with care, if a signal has ended the process, and that for the first time."""
+        """Reads the rest with care, if a signal has ended the process, and that for the first
+        time."""
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
         if status >= 0 or self._wary or not self._begun:
             raise RunError(f"the process that reads the input was ended {how}; {RESUMES}")
@@ -184,7 +190,9 @@ class Apart:
     def __enter__(self) -> Apart:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self._end()
 
     def _end(self) -> None:

@@ -1,5 +1,5 @@
-"""A survey of a job: its model without weights, its input, and what headers say of the videos. Needs PyTorch and
-transformers, which count the tokens of prompts."""
+"""A survey of a job: its model without weights, its input, and what headers say of the videos.
+Needs PyTorch and transformers, which count the tokens of prompts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ MADE = 4  # batches of headers that are read ahead
 
 
 class Survey:
-    """A job's model and input. Raises UsageError for what is wrong with them, or with the job's draft for the model.
+    """A job's model and input. Raises UsageError for what is wrong with them, or with the job's
+    draft for the model.
 
     Args:
         probed: reads headers.
@@ -52,10 +53,14 @@ class Survey:
         manifest = manifest_of(job, prompts)
         here = device_at_hand("cuda" if torch.cuda.is_available() else "cpu")
         revision, account = self.checkpoint.revision, self.checkpoint.account(job.dtype)
-        self.facts = Facts(revision, window, account, self.checkpoint.draws, here, manifest.input_schema)
+        self.facts = Facts(
+            revision, window, account, self.checkpoint.draws, here, manifest.input_schema
+        )
         self._items, self.closing = manifest.items, Closing(0, 0)
 
-    def found(self, done: Set[bytes] = frozenset(), failed: Set[bytes] = frozenset()) -> Iterator[list[Found]]:
+    def found(
+        self, done: Set[bytes] = frozenset(), failed: Set[bytes] = frozenset()
+    ) -> Iterator[list[Found]]:
         """As `Surveyor.begin` has it, in batches; `closing` is of what was read."""
         items = islice(self._items(), self.job.limit)
         every = Requests(items, self.job, self.facts.revision, set(), self.probed)
@@ -72,7 +77,9 @@ class Here:
         self._ahead: Ahead[list[Found]] | None = None
 
     def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
-        batches = self._survey.found(frozenset(done), frozenset(failed))  # the sets may change meanwhile
+        batches = self._survey.found(
+            frozenset(done), frozenset(failed)
+        )  # the sets may change meanwhile
         self._ahead = Ahead(lambda put: _each(put, batches), MADE)
         return self._ahead
 
@@ -83,7 +90,9 @@ class Here:
     def __enter__(self) -> Here:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if self._ahead is not None:
             self._ahead.close()
 
@@ -94,14 +103,16 @@ def _each(put: Callable[[list[Found]], None], batches: Iterable[list[Found]]) ->
 
 
 def _load(job: Job) -> Checkpoint:
-    """The job's checkpoint, without weights. Raises UsageError where it cannot be loaded, takes no video or cannot be
-    shared by so many GPUs."""
+    """The job's checkpoint, without weights. Raises UsageError where it cannot be loaded, takes no
+    video or cannot be shared by so many GPUs."""
     try:
         checkpoint = Checkpoint.load(model_path(job.model))
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not checkpoint.takes_video:
-        raise UsageError(f"model {job.model!r} is a {checkpoint.config.model_type}, which takes no video")
+        raise UsageError(
+            f"model {job.model!r} is a {checkpoint.config.model_type}, which takes no video"
+        )
     if why := undividable(checkpoint.config, job.tensor_parallel_size):
         raise UsageError(f"--tensor-parallel-size is {job.tensor_parallel_size}: {why}")
     return checkpoint
@@ -117,11 +128,12 @@ def _check_draft(job: Job, checkpoint: Checkpoint) -> None:
             raise UsageError(f"--draft {job.draft}: {error}") from error
 
 
-# ------------------------------------------------------------------------------------------- a process of its own
+# ----------------------------------------------------------------------------- a process of its own
 
 
 def serve(pipe: int) -> None:
-    """The process's whole life: facts, then batches, then the closing; an error in the place of what it was to say."""
+    """The process's whole life: facts, then batches, then the closing; an error in the place of
+    what it was to say."""
     connection = Connection(pipe)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver is gone
         try:

@@ -1,7 +1,9 @@
-"""Who may write to an output, and which of its parts count: leases and records (the output contract).
+"""Who may write to an output, and which of its parts count: leases and records (the output
+contract).
 
-A driver holds an output by the highest epoch in `_lease/`. A part counts once its record is there; of several rows of
-one request the one of the latest commit counts, so an output can be read at any moment of a replacement."""
+A driver holds an output by the highest epoch in `_lease/`. A part counts once its record is there;
+of several rows of one request the one of the latest commit counts, so an output can be read at any
+moment of a replacement."""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ class LeaseLost(RunError):
 
 @dataclass(frozen=True)
 class Record:
-    """What was committed with one part. `key` orders commits; `ids` are the rows' fingerprints, 16 bytes each, in the
-    part's order; `replaces` those of them that had a row before; `errors` counts error rows; `sums` adds up columns."""
+    """What was committed with one part. `key` orders commits; `ids` are the rows' fingerprints, 16
+    bytes each, in the part's order; `replaces` those of them that had a row before; `errors` counts
+    error rows; `sums` adds up columns."""
 
     name: str  # 32 hex digits, of the part and of the record
     epoch: int
@@ -66,9 +69,11 @@ def split(ids: bytes) -> list[bytes]:
 
 
 def part_name(ids: Iterable[bytes], replacing: str = "") -> str:
-    """A part's name: the hash of the ids in it, in any order. A part that replaces rows also hashes its commit, since
-    the part it replaces may hold the same ids."""
-    return hashlib.blake2b(b"".join(sorted(ids)), digest_size=16, salt=replacing.encode()[:16]).hexdigest()
+    """A part's name: the hash of the ids in it, in any order. A part that replaces rows also hashes
+    its commit, since the part it replaces may hold the same ids."""
+    return hashlib.blake2b(
+        b"".join(sorted(ids)), digest_size=16, salt=replacing.encode()[:16]
+    ).hexdigest()
 
 
 def part_uri(output: str, name: str) -> str:
@@ -83,7 +88,9 @@ def parse_record(data: bytes) -> Record | None:
     """None for anything that is not a whole record."""
     try:
         content = json.loads(data)
-        content |= {name: b"".join(map(bytes.fromhex, content[name])) for name in ("ids", "replaces")}
+        content |= {
+            name: b"".join(map(bytes.fromhex, content[name])) for name in ("ids", "replaces")
+        }
         rows = content.pop("rows")
         record = Record(**content)
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -98,7 +105,8 @@ def record_names(output: str) -> list[str]:
 
 
 def load_records(output: str, names: Iterable[str]) -> dict[str, Record]:
-    """The records that parse, by name; those that vanish meanwhile are left out. Raises RequestError."""
+    """The records that parse, by name; those that vanish meanwhile are left out. Raises
+    RequestError."""
     loaded = storage.each(lambda name: _load(output, name), list(names))
     return {record.name: record for record in loaded if record is not None}
 
@@ -129,7 +137,8 @@ def superseded(records: Iterable[Record]) -> dict[str, set[bytes]]:
 
 
 class Lease:
-    """A driver's hold on an output: the highest epoch in `_lease/`, renewed every 3 s in a thread of its own."""
+    """A driver's hold on an output: the highest epoch in `_lease/`, renewed every 3 s in a thread
+    of its own."""
 
     def __init__(self, output: str, epoch: int, clock: Callable[[], float]):
         self._folder, self.epoch, self._clock = storage.join(output, "_lease"), epoch, clock
@@ -138,7 +147,8 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def take(self) -> bool:
-        """Whether the epoch was free; it is held from now on. Leases of older epochs are removed."""
+        """Whether the epoch was free; it is held from now on. Leases of older epochs are
+        removed."""
         if not storage.put_if_absent(self._uri(self.epoch), self._content()):
             return False
         for epoch in _epochs(self._folder):
@@ -150,7 +160,9 @@ class Lease:
     def check(self) -> None:
         """Raises LeaseLost if another driver has taken the output over."""
         if max(_epochs(self._folder), default=0) != self.epoch:
-            raise LeaseLost(f"another driver has taken over {storage.redact(self._folder)}: this one stops writing")
+            raise LeaseLost(
+                f"another driver has taken over {storage.redact(self._folder)}: this one stops writing"
+            )
 
     def stop(self) -> None:
         """Stops renewing; the lease then runs out by itself."""
@@ -168,20 +180,28 @@ class Lease:
             try:
                 storage.put(self._uri(self.epoch), self._content())
             except RequestError:
-                continue  # renewed again in 3 s; if that is too late, `check` finds out before anything is written
+                # renewed again in 3 s; if that is too late, `check` finds out before anything is
+                # written
+                continue
 
     def _uri(self, epoch: int) -> str:
         return storage.join(self._folder, f"{epoch}.json")
 
     def _content(self, released: bool = False) -> bytes:
-        content = {"epoch": self.epoch, "owner": self._owner, "renewed": self._clock(), "released": released}
+        content = {
+            "epoch": self.epoch,
+            "owner": self._owner,
+            "renewed": self._clock(),
+            "released": released,
+        }
         return json.dumps(content).encode()
 
 
 def wait_until_free(
     output: str, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Waits for the lease of a driver that has died to be over; touches nothing. Raises as `acquire` does."""
+    """Waits for the lease of a driver that has died to be over; touches nothing. Raises as
+    `acquire` does."""
     folder = storage.join(output, "_lease")
     _wait_for_expiry(folder, max(_epochs(folder), default=0), clock, sleep)
 
@@ -192,8 +212,9 @@ def acquire(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Lease:
-    """Takes an output's lease under an epoch above `oldest` and above all there were; waits for one to expire that is
-    no longer renewed. Raises UsageError if another driver is at work, RequestError."""
+    """Takes an output's lease under an epoch above `oldest` and above all there were; waits for one
+    to expire that is no longer renewed. Raises UsageError if another driver is at work,
+    RequestError."""
     folder = storage.join(output, "_lease")
     while True:
         held = max(_epochs(folder), default=0)
@@ -203,13 +224,18 @@ def acquire(
             return lease
 
 
-def _wait_for_expiry(folder: str, epoch: int, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-    """Returns once a lease is over: released, too old, or, where clocks differ, seen unchanged for long enough."""
+def _wait_for_expiry(
+    folder: str, epoch: int, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> None:
+    """Returns once a lease is over: released, too old, or, where clocks differ, seen unchanged for
+    long enough."""
     first, start = _read_lease(folder, epoch), clock()
     while (now := _read_lease(folder, epoch)) and not now["released"]:
         if first and now["renewed"] != first["renewed"]:
             owner = now["owner"].rpartition(" ")[0]
-            raise UsageError(f"{storage.redact(folder)}: another driver ({owner}) is writing to this output")
+            raise UsageError(
+                f"{storage.redact(folder)}: another driver ({owner}) is writing to this output"
+            )
         if clock() - min(now["renewed"], start) > EXPIRE_S:
             return
         sleep(1.0)
@@ -229,4 +255,6 @@ def _read_lease(folder: str, epoch: int) -> dict | None:
 
 
 def _epochs(folder: str) -> list[int]:
-    return [int(name[:-5]) for name in storage.list_names(folder) if re.fullmatch(r"\d+\.json", name)]
+    return [
+        int(name[:-5]) for name in storage.list_names(folder) if re.fullmatch(r"\d+\.json", name)
+    ]

@@ -1,4 +1,5 @@
-"""One request's row, and a run's summary: what the output contract says of them, from the records of the pipeline."""
+"""One request's row, and a run's summary: what the output contract says of them, from the records
+of the pipeline."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ class Provenance:
 def about(job: Job, draft: Draft | None) -> dict[str, Any]:
     """What a run's record says of its job."""
     gamma = None if draft is None else draft.gamma
-    return {"model": job.model, "draft": draft_name(job, draft), "gamma": gamma, "max_num_seqs": job.max_num_seqs}
+    return {
+        "model": job.model,
+        "draft": draft_name(job, draft),
+        "gamma": gamma,
+        "max_num_seqs": job.max_num_seqs,
+    }
 
 
 def draft_name(job: Job, draft: Draft | None) -> str:
@@ -52,7 +58,9 @@ def draft_name(job: Job, draft: Draft | None) -> str:
 def answered(run: Provenance, answer: Answer) -> dict[str, Any]:
     """The row of a request that reached the decoder."""
     planned, result = answer.request, answer.result
-    row = run.columns | _asked(run.job, planned.request_id, planned.item, planned.info, planned.window)
+    row = run.columns | _asked(
+        run.job, planned.request_id, planned.item, planned.info, planned.window
+    )
     row |= {"draft": draft_name(run.job, answer.draft), "attempts": answer.attempts}
     row |= {"planned_visual_tokens": planned.plan.tokens, **_seen(answer.frames)}
     if result.error is not None:
@@ -68,7 +76,11 @@ def failed(run: Provenance, failure: Failed) -> dict[str, Any]:
 
 
 def _asked(
-    job: Job, request_id: str, item: Item, info: VideoInfo | None, window: tuple[float, float] | None
+    job: Job,
+    request_id: str,
+    item: Item,
+    info: VideoInfo | None,
+    window: tuple[float, float] | None,
 ) -> dict[str, Any]:
     start, end = window or (job.frames.video_start, job.frames.video_end)
     return {
@@ -94,7 +106,12 @@ def _seen(frames: Frames | None) -> dict[str, Any]:
 
 
 def _error(error: RequestError) -> dict[str, Any]:
-    return {"status": "error", "finish_reason": "error", "error_code": error.code, "error_message": error.message}
+    return {
+        "status": "error",
+        "finish_reason": "error",
+        "error_code": error.code,
+        "error_message": error.message,
+    }
 
 
 def _written(result: Result) -> dict[str, Any]:
@@ -117,7 +134,9 @@ def _written(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(requests: int, errors: int, totals: Mapping[str, float], seconds: float, decoded: int) -> dict[str, Any]:
+def summary(
+    requests: int, errors: int, totals: Mapping[str, float], seconds: float, decoded: int
+) -> dict[str, Any]:
     """A run's summary.
 
     Args:

@@ -49,7 +49,8 @@ RESULT_SCHEMA = pa.schema(
 
 
 def carried_name(column: str, columns: Iterable[str]) -> str:
-    """What an input column is called in the output: its own name, or `input_<name>` where that is taken."""
+    """What an input column is called in the output: its own name, or `input_<name>` where that is
+    taken."""
     taken, name = {*RESULT_SCHEMA.names, *columns} - {column}, column
     while name in RESULT_SCHEMA.names or name in taken:
         name = f"input_{name}"
@@ -57,13 +58,16 @@ def carried_name(column: str, columns: Iterable[str]) -> str:
 
 
 def output_schema(input_schema: pa.Schema) -> pa.Schema:
-    """The schema of every part, whatever its rows: the results' columns, then the input's under their output names."""
+    """The schema of every part, whatever its rows: the results' columns, then the input's under
+    their output names."""
     return pa.schema([*RESULT_SCHEMA, *input_schema])
 
 
 def to_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
     """Rows as a table; missing columns are null."""
-    return pa.table([_array([row.get(f.name) for row in rows], f.type) for f in schema], schema=schema)
+    return pa.table(
+        [_array([row.get(f.name) for row in rows], f.type) for f in schema], schema=schema
+    )
 
 
 def _array(values: list[Any], type_: pa.DataType) -> pa.Array:
@@ -71,5 +75,8 @@ def _array(values: list[Any], type_: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, type_)
     except UnicodeEncodeError:
-        plain = [v.encode("utf-8", "backslashreplace").decode() if isinstance(v, str) else v for v in values]
+        plain = [
+            v.encode("utf-8", "backslashreplace").decode() if isinstance(v, str) else v
+            for v in values
+        ]
         return pa.array(plain, type_)

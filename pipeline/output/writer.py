@@ -1,7 +1,8 @@
-"""Rows into Parquet parts, each part with its record in the ledger, every request once (the output contract).
+"""Rows into Parquet parts, each part with its record in the ledger, every request once (the output
+contract).
 
-A part is built in memory and put whole, then its record; what lies there without a record counts for nothing and is
-removed by the next driver. Who may write, and what a record is: `ledger.py`."""
+A part is built in memory and put whole, then its record; what lies there without a record counts
+for nothing and is removed by the next driver. Who may write, and what a record is: `ledger.py`."""
 
 from __future__ import annotations
 
@@ -32,15 +33,21 @@ _SUMMED = ("num_prompt_tokens", "num_visual_tokens", "num_generated_tokens", "fr
 
 
 class Output:
-    """An output that this driver holds: rows go in by `add`. Made by `open_output`; a context manager.
+    """An output that this driver holds: rows go in by `add`. Made by `open_output`; a context
+    manager.
 
-    Attributes:
-        done: fingerprints (16 bytes) of the requests that have a row; with `retry_failed` not of those that failed.
-        failed: fingerprints of the requests that had an error row when the output was opened.
+    Attributes: done: fingerprints (16 bytes) of the requests that have a row; with `retry_failed`
+        not of those that failed. failed: fingerprints of the requests that had an error row when
+        the output was opened.
     """
 
     def __init__(
-        self, uri: str, schema: pa.Schema, lease: ledger.Lease, clock: Callable[[], float], rows_per_part: int
+        self,
+        uri: str,
+        schema: pa.Schema,
+        lease: ledger.Lease,
+        clock: Callable[[], float],
+        rows_per_part: int,
     ):
         self._uri, self._schema, self._lease, self._clock, self._rows_per_part = (
             uri,
@@ -52,7 +59,9 @@ class Output:
         self.done: set[bytes] = set()
         self.failed: set[bytes] = set()
         self._records: dict[str, Record] = {}
-        self._holder: dict[bytes, str] = {}  # id → record of its error row, which a new row replaces
+        self._holder: dict[
+            bytes, str
+        ] = {}  # id → record of its error row, which a new row replaces
         self._held: Counter[str] = Counter()  # record → error rows in it that count
         self._unsure: set[str] = set()  # parts whose commit failed half-way
         self._buffers: dict[bool, list[dict[str, Any]]] = {False: [], True: []}  # error rows apart
@@ -82,16 +91,20 @@ class Output:
 
     @property
     def totals(self) -> dict[str, float]:
-        """`requests` and `errors` with a committed row, earlier runs' included; `new` ones of this run; and the sums
-        over all rows of the counts, times (s) and `kv_keep`."""
+        """`requests` and `errors` with a committed row, earlier runs' included; `new` ones of this
+        run; and the sums over all rows of the counts, times (s) and `kv_keep`."""
         records = self._records.values()
         sums = {name: sum(r.sums.get(name, 0) for r in records) for name in _SUMMED}
-        counts = {"requests": sum(r.rows for r in records), "new": self._new, "errors": sum(r.errors for r in records)}
+        counts = {
+            "requests": sum(r.rows for r in records),
+            "new": self._new,
+            "errors": sum(r.errors for r in records),
+        }
         return counts | sums
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Takes one request's row; missing columns are null, `created_at` is now. Raises ValueError for an unknown
-        column or a request that has its row already, LeaseLost, RequestError."""
+        """Takes one request's row; missing columns are null, `created_at` is now. Raises ValueError
+        for an unknown column or a request that has its row already, LeaseLost, RequestError."""
         if unknown := row.keys() - set(self._schema.names):
             raise ValueError(f"the output has no column {', '.join(sorted(unknown))}")
         fingerprint, now = bytes.fromhex(row["request_id"]), self._clock()
@@ -100,24 +113,33 @@ class Output:
         self.done.add(fingerprint)
         failed = row["status"] == "error"
         self._since.setdefault(failed, now)
-        self._buffers[failed].append({"created_at": datetime.fromtimestamp(now, timezone.utc), **row})
+        self._buffers[failed].append(
+            {"created_at": datetime.fromtimestamp(now, timezone.utc), **row}
+        )
         self.flush_due()
 
     def flush_due(self) -> None:
-        """Commits the rows that fill a part or have waited for 60 s. Raises LeaseLost, RequestError."""
+        """Commits the rows that fill a part or have waited for 60 s. Raises LeaseLost,
+        RequestError."""
         for kind, since in list(self._since.items()):
-            if len(self._buffers[kind]) >= self._rows_per_part or self._clock() - since >= SECONDS_PER_PART:
+            if (
+                len(self._buffers[kind]) >= self._rows_per_part
+                or self._clock() - since >= SECONDS_PER_PART
+            ):
                 self._flush(kind)
 
     def flush(self) -> None:
-        """Commits the rows that wait. Raises LeaseLost, RequestError; rows that were not committed wait on."""
+        """Commits the rows that wait. Raises LeaseLost, RequestError; rows that were not committed
+        wait on."""
         for kind in (False, True):
             self._flush(kind)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `_summary.json`. Raises LeaseLost, RequestError."""
         self._lease.check()
-        storage.put(storage.join(self._uri, "_summary.json"), json.dumps(summary, indent=2).encode())
+        storage.put(
+            storage.join(self._uri, "_summary.json"), json.dumps(summary, indent=2).encode()
+        )
 
     def stop(self) -> None:
         """Lets go without writing anything more, as a crash would."""
@@ -131,7 +153,9 @@ class Output:
             self.flush()
             for name, rows in self._held.items():
                 if 0 < rows < self._records[name].rows:
-                    self._rewrite(name, set(ledger.split(self._records[name].ids)) - self._holder.keys())
+                    self._rewrite(
+                        name, set(ledger.split(self._records[name].ids)) - self._holder.keys()
+                    )
             for name in self._unsure:
                 self._remove(name)
             self._check_parts()
@@ -143,7 +167,9 @@ class Output:
     def __enter__(self) -> Output:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if isinstance(error, ledger.LeaseLost | RequestError):
             self.stop()
         else:
@@ -190,15 +216,16 @@ class Output:
                 self._remove(name)
 
     def _place(self, uri: str, data: bytes) -> None:
-        """Writes a new file while the lease holds. What is there already was placed by an older driver that woke up
-        after this one had cleaned up, and counts for nothing."""
+        """Writes a new file while the lease holds. What is there already was placed by an older
+        driver that woke up after this one had cleaned up, and counts for nothing."""
         self._lease.check()
         if not storage.put_if_absent(uri, data):
             self._lease.check()
             storage.put(uri, data)
 
     def _rewrite(self, name: str, old: set[bytes]) -> None:
-        """Finishes a replacement: the rows of a part that still count move to a part of their own, the part goes."""
+        """Finishes a replacement: the rows of a part that still count move to a part of their own,
+        the part goes."""
         rest = [i for i in ledger.split(self._records[name].ids) if i not in old]
         if rest:
             self._commit(parts.read_part(self._uri, self._records[name], old), rest, rest)
@@ -223,18 +250,23 @@ class Output:
             storage.delete(storage.join(self._uri, file))
 
     def _check_parts(self) -> None:
-        """Raises RequestError, LeaseLost; a last look before the run says that every request has its row."""
+        """Raises RequestError, LeaseLost; a last look before the run says that every request has
+        its row."""
         self._lease.check()
         sizes = storage.list_sizes(self._uri)
         for name, record in self._records.items():
             if sizes.get(f"part-{name}.parquet") != record.size:
                 part = storage.redact(ledger.part_uri(self._uri, name))
-                raise RequestError("storage_error", f"{part} is gone or was changed by someone else: run again")
+                raise RequestError(
+                    "storage_error", f"{part} is gone or was changed by someone else: run again"
+                )
 
 
-def await_output(uri: str, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Waits until `open_output` would not have to wait for a dead driver's lease; nothing is touched. Raises
-    UsageError if another driver is at work or the output cannot be looked at."""
+def await_output(
+    uri: str, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Waits until `open_output` would not have to wait for a dead driver's lease; nothing is
+    touched. Raises UsageError if another driver is at work or the output cannot be looked at."""
     try:
         ledger.wait_until_free(storage.normalize(uri).rstrip("/"), clock, sleep)
     except RequestError as error:
@@ -252,8 +284,9 @@ def open_output(
 ) -> Output:
     """Takes an output over, new or begun earlier.
 
-    Raises UsageError, with nothing touched, if files lie there that are not ours, if its columns differ, if another
-    driver is at work or if it cannot be written; RequestError if storage fails later."""
+    Raises UsageError, with nothing touched, if files lie there that are not ours, if its columns
+    differ, if another driver is at work or if it cannot be written; RequestError if storage fails
+    later."""
     uri, schema = storage.normalize(uri).rstrip("/"), output_schema(input_schema.remove_metadata())
     try:
         contents = parts.look(uri)

@@ -1,4 +1,5 @@
-"""Which draft a wave decodes with: what every candidate reads, how long it is expected to take, whether it fits.
+"""Which draft a wave decodes with: what every candidate reads, how long it is expected to take,
+whether it fits.
 
 Pure sums over a profile and what was seen so far; knows no queue, no engine and no clock.
 """
@@ -25,11 +26,13 @@ UNKNOWN = Accepted(2048, "caption", (80,), (20,))  # of a draft that was not cal
 USUAL = {"caption": 128.0, "question": 32.0}  # tokens written where nothing is known
 
 
-def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn: int) -> tuple[Candidate, ...]:
+def choose(
+    mix: Mix, profile: Profile, history: History, setting: Setting, turn: int
+) -> tuple[Candidate, ...]:
     """All ways to decode a wave, the chosen one first; none if not a single slot fits.
 
-    Args:
-        turn: number of the wave. One in `EVERY` takes a draft that would have been dropped, so that a wrong
+    Args: turn: number of the wave. One in `EVERY` takes a draft that would have been dropped, so
+        that a wrong
             expectation is found out.
     """
     dense = _weighed(None, mix, profile, history, setting)
@@ -47,8 +50,13 @@ def choose(mix: Mix, profile: Profile, history: History, setting: Setting, turn:
         chosen = dropped[history.exploration(turn) % len(dropped)]
     others = [c for c in found if c is not chosen]
     if chosen and chosen.draft is not None:
-        chosen = replace(chosen, pace=_pace(chosen, mix, profile, history, setting, gate=not explores))
-        chosen = replace(chosen, memory=tuple(memory_of(mix.longest, profile, chosen.widest, chosen.slots).items()))
+        chosen = replace(
+            chosen, pace=_pace(chosen, mix, profile, history, setting, gate=not explores)
+        )
+        chosen = replace(
+            chosen,
+            memory=tuple(memory_of(mix.longest, profile, chosen.widest, chosen.slots).items()),
+        )
     return *filter(None, [chosen]), *others
 
 
@@ -56,7 +64,13 @@ def slots_of(load: Load, profile: Profile, setting: Setting, draft: Draft | None
     """Slots that fit the device at such requests; 0 if none."""
     memory = MEMORY * profile.device.memory
     return most_slots(
-        profile.account, load, memory, setting.max_num_seqs, draft, _pair(profile, draft), profile.device.kind
+        profile.account,
+        load,
+        memory,
+        setting.max_num_seqs,
+        draft,
+        _pair(profile, draft),
+        profile.device.kind,
     )
 
 
@@ -67,11 +81,15 @@ def memory_of(load: Load, profile: Profile, draft: Draft | None, slots: int) -> 
 
 def _pair(profile: Profile, draft: Draft | None) -> Account | None:
     """The second model of a draft that has one, if it was calibrated."""
-    return next((t.pair for t in profile.drafts if draft and draft.model and t.draft.model == draft.model), None)
+    return next(
+        (t.pair for t in profile.drafts if draft and draft.model and t.draft.model == draft.model),
+        None,
+    )
 
 
 def fallback(profile: Profile, setting: Setting) -> Draft | None:
-    """The draft without which a wave cannot be; where there is a choice, decoding densely is always left."""
+    """The draft without which a wave cannot be; where there is a choice, decoding densely is always
+    left."""
     if isinstance(setting.draft, Draft) or setting.draft is None:
         return setting.draft
     return None if profile.drafts else setting.default
@@ -84,53 +102,78 @@ def _gains(candidates: list[Candidate], dense: Candidate | None) -> Iterator[Can
 
 
 def _tried(draft: Draft, profile: Profile) -> Tried:
-    """What is known of a draft, or of one that differs in how much it keeps; what was not calibrated is taken to run
-    like the full model."""
+    """What is known of a draft, or of one that differs in how much it keeps; what was not
+    calibrated is taken to run like the full model."""
     alike = [t for t in profile.drafts if _kind(t.draft) == _kind(draft)]
-    known = next((t for t in alike if draft_key(t.draft) == draft_key(draft)), alike[0] if alike else None)
-    return replace(known, draft=draft) if known else Tried(draft, profile.full, (0.0, 0.0), (UNKNOWN,))
+    known = next(
+        (t for t in alike if draft_key(t.draft) == draft_key(draft)), alike[0] if alike else None
+    )
+    return (
+        replace(known, draft=draft) if known else Tried(draft, profile.full, (0.0, 0.0), (UNKNOWN,))
+    )
 
 
 def _kind(draft: Draft) -> Draft:
     return replace(draft, gamma=1, keep=1.0, k=None)
 
 
-def _best(tried: Tried, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
+def _best(
+    tried: Tried, mix: Mix, profile: Profile, history: History, setting: Setting
+) -> Candidate | None:
     """With the γ that is expected to be fastest."""
-    found = [c for c in (_weighed(t, mix, profile, history, setting) for t in _each(tried, setting)) if c]
+    found = [
+        c for c in (_weighed(t, mix, profile, history, setting) for t in _each(tried, setting)) if c
+    ]
     return min(found, key=lambda c: c.seconds, default=None)
 
 
 def _each(tried: Tried, setting: Setting) -> list[Tried]:
     """A draft with every γ."""
     return [
-        replace(tried, draft=replace(tried.draft, gamma=g)) for g in GAMMAS if not setting.strict or g < setting.strict
+        replace(tried, draft=replace(tried.draft, gamma=g))
+        for g in GAMMAS
+        if not setting.strict or g < setting.strict
     ]
 
 
-def _pace(chosen: Candidate, mix: Mix, profile: Profile, history: History, setting: Setting, gate: bool) -> Pace:
-    """What is fastest for any number of rows in a draft's slots and any acceptance, of every γ that they have room for
-    and, if it has a gate, of dense steps. A second model, which a dense step does not feed, has none."""
+def _pace(
+    chosen: Candidate, mix: Mix, profile: Profile, history: History, setting: Setting, gate: bool
+) -> Pace:
+    """What is fastest for any number of rows in a draft's slots and any acceptance, of every γ that
+    they have room for and, if it has a gate, of dense steps. A second model, which a dense step
+    does not feed, has none."""
     assert chosen.draft is not None
     tried, gate = _tried(chosen.draft, profile), gate and not chosen.draft.model
-    ways = [t for t in _each(tried, setting) if slots_of(mix.longest, profile, setting, t.draft) >= chosen.slots]
+    ways = [
+        t
+        for t in _each(tried, setting)
+        if slots_of(mix.longest, profile, setting, t.draft) >= chosen.slots
+    ]
     grown = _written(mix, profile, history, setting) / mix.count / 2
     dense, drafted = history.speed(None), history.speed(chosen.draft)
     expected = _expected(tried, mix, history, setting)
     levels = [expected.moved((level + 0.5) / LEVELS) for level in range(LEVELS)]
-    yields = {gamma: [chances.tokens(gamma) for chances in levels] for gamma in (0, *(t.draft.gamma for t in ways))}
+    yields = {
+        gamma: [chances.tokens(gamma) for chances in levels]
+        for gamma in (0, *(t.draft.gamma for t in ways))
+    }
 
     def fastest(rows: int) -> tuple[int, ...]:
         step = Steps(profile, mix, rows, grown, setting.drawn)
         times = {t.draft.gamma: step.round(t, setting.strict)[0] * drafted for t in ways}
         if gate:
             times = {0: step.round(None, setting.strict)[0] * dense} | times
-        return tuple(min(times, key=lambda gamma: times[gamma] / yields[gamma][level]) for level in range(LEVELS))
+        return tuple(
+            min(times, key=lambda gamma: times[gamma] / yields[gamma][level])
+            for level in range(LEVELS)
+        )
 
     return Pace(tuple(map(fastest, range(1, chosen.slots + 1))), expected.at(0))
 
 
-def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, setting: Setting) -> Candidate | None:
+def _weighed(
+    tried: Tried | None, mix: Mix, profile: Profile, history: History, setting: Setting
+) -> Candidate | None:
     """What is expected of a draft, or of decoding densely; None if it does not fit."""
     draft, pair = (tried.draft, tried.pair) if tried else (None, None)
     slots = slots_of(mix.longest, profile, setting, draft)
@@ -139,8 +182,13 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
     gamma = draft.gamma if draft else 0
     rounds = plain_rounds = rate = 0.0  # of all requests
     for kind, count in mix.kinds:
-        length, chances = expected_length(kind, profile, history, setting), _chances(tried, mix, kind, history, setting)
-        rounds += count * chances.rounds(length - 1, gamma)  # the first token comes with the prefill
+        length, chances = (
+            expected_length(kind, profile, history, setting),
+            _chances(tried, mix, kind, history, setting),
+        )
+        rounds += count * chances.rounds(
+            length - 1, gamma
+        )  # the first token comes with the prefill
         plain_rounds += count * NONE.rounds(length - 1, 0)
         rate += count * chances.rate(gamma)
     written = _written(mix, profile, history, setting)
@@ -157,13 +205,17 @@ def _weighed(tried: Tried | None, mix: Mix, profile: Profile, history: History, 
         seconds=rounds / mix.count * round_s / step.rows * history.speed(draft) + once,
         round_s=round_s / step.rows,
         token_s=(round_s - plain_s) / gamma / step.rows if gamma else 0.0,
-        memory=tuple(terms(profile.account, mix.longest, slots, draft, pair, profile.device.kind).items()),
+        memory=tuple(
+            terms(profile.account, mix.longest, slots, draft, pair, profile.device.kind).items()
+        ),
     )
 
 
 def _written(mix: Mix, profile: Profile, history: History, setting: Setting) -> float:
     """Tokens of all requests."""
-    return sum(count * expected_length(kind, profile, history, setting) for kind, count in mix.kinds)
+    return sum(
+        count * expected_length(kind, profile, history, setting) for kind, count in mix.kinds
+    )
 
 
 def expected_length(kind: str, profile: Profile, history: History, setting: Setting) -> float:
@@ -172,7 +224,9 @@ def expected_length(kind: str, profile: Profile, history: History, setting: Sett
     return min(seen, float(setting.max_tokens))
 
 
-def _chances(tried: Tried | None, mix: Mix, kind: str, history: History, setting: Setting) -> Chances:
+def _chances(
+    tried: Tried | None, mix: Mix, kind: str, history: History, setting: Setting
+) -> Chances:
     if tried is None:
         return NONE
     return history.chances(tried.draft, kind) or tried.accepts(mix.context, kind, setting.drawn)
@@ -182,13 +236,18 @@ def _expected(tried: Tried, mix: Mix, history: History, setting: Setting) -> Cha
     """Of all kinds of prompts together."""
     each = [(_chances(tried, mix, kind, history, setting), count) for kind, count in mix.kinds]
     places = range(max(len(chances.by_place) for chances, _ in each))
-    return Chances(tuple(sum(chances.at(place) * count for chances, count in each) / mix.count for place in places))
+    return Chances(
+        tuple(
+            sum(chances.at(place) * count for chances, count in each) / mix.count
+            for place in places
+        )
+    )
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of a batch of a wave's mean requests, whose rows have written `grown` tokens; `drawn`: with noise, which
-    each token's scores take time for, those of a lookup excepted."""
+    """Steps of a batch of a wave's mean requests, whose rows have written `grown` tokens; `drawn`:
+    with noise, which each token's scores take time for, those of a lookup excepted."""
 
     profile: Profile
     mix: Mix
@@ -197,7 +256,8 @@ class Steps:
     drawn: bool = False
 
     def round(self, tried: Tried | None, strict: int = 0) -> tuple[float, float]:
-        """Seconds and bytes of γ draft steps and the verification of γ + 1 tokens; of a dense step without a draft."""
+        """Seconds and bytes of γ draft steps and the verification of γ + 1 tokens; of a dense step
+        without a draft."""
         gamma = tried.draft.gamma if tried else 0
         width = max(gamma + 1, strict)
         verify_s, read = self._step(self.profile.full, self._full_bytes(), width, self._looked_at())
@@ -210,7 +270,9 @@ class Steps:
         return gamma * drafted_s + verify_s, gamma * drafted + read
 
     def _step(self, cost: Cost, read: float, width: int, entries: float) -> tuple[float, float]:
-        return cost.seconds(read / self.profile.device.bandwidth, self.rows * width, entries * width), read
+        return cost.seconds(
+            read / self.profile.device.bandwidth, self.rows * width, entries * width
+        ), read
 
     def _draft(self, tried: Tried) -> tuple[float, float]:
         draft, account = tried.draft, tried.pair or self.profile.account
@@ -222,8 +284,12 @@ class Steps:
         if draft.policy == "full" and not tried.pair:  # it reads what the full model reads
             entries, looked_at = self._read(), self._looked_at()
         else:
-            kept = min(self.mix.visual, draft.k if draft.k is not None else draft.keep * self.mix.visual)
-            entries = looked_at = self.rows * (kept + self.mix.context - self.mix.visual + self.grown)
+            kept = min(
+                self.mix.visual, draft.k if draft.k is not None else draft.keep * self.mix.visual
+            )
+            entries = looked_at = self.rows * (
+                kept + self.mix.context - self.mix.visual + self.grown
+            )
         return self._step(tried.cost, weights + entries * account.kv_read(draft), 1, looked_at)
 
     def _full_bytes(self) -> float:

@@ -1,5 +1,6 @@
-"""What a run would be, from headers alone: counts, tokens, waves with their drafts and why, hours here and on devices
-that are known by their data sheets, cost, and which requests would fail and why."""
+"""What a run would be, from headers alone: counts, tokens, waves with their drafts and why, hours
+here and on devices that are known by their data sheets, cost, and which requests would fail and
+why."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from std_core.types import Draft
 
 BAR = 40  # characters
 SHOWN = 20  # lines of a kind
-CROSSING = Draft("std", channels=0.5)  # what n*_B compares: a fifth of the entries with half of the channels
+CROSSING = Draft(
+    "std", channels=0.5
+)  # what n*_B compares: a fifth of the entries with half of the channels
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,11 @@ class Outlook:
     price: float | None = None
 
 
-def report(waves: Sequence[Wave], failed: Sequence[Failed], outlook: Outlook | None = None) -> dict[str, Any]:
-    """The plan as one JSON object; `contexts` counts requests by context length, in classes that double.
+def report(
+    waves: Sequence[Wave], failed: Sequence[Failed], outlook: Outlook | None = None
+) -> dict[str, Any]:
+    """The plan as one JSON object; `contexts` counts requests by context length, in classes that
+    double.
 
     Args:
         outlook: without one nothing is said of drafts and times.
@@ -82,14 +88,20 @@ def name_of(draft: Draft | None) -> str:
     """A draft in few words: policy, what it keeps, what is cheaper of its weights, γ."""
     if draft is None:
         return "dense"
-    kept = [] if draft.policy in ("full", "ngram") else [str(draft.k) if draft.k else f"{draft.keep:g}"]
+    kept = (
+        []
+        if draft.policy in ("full", "ngram")
+        else [str(draft.k) if draft.k else f"{draft.keep:g}"]
+    )
     cheap: list[str] = [draft.weights] if draft.weights != "full" else []
-    cheap += [f"{name} {value:g}" for name in ("depth", "channels") if (value := getattr(draft, name)) < 1]
+    cheap += [
+        f"{name} {value:g}" for name in ("depth", "channels") if (value := getattr(draft, name)) < 1
+    ]
     cheap += [f"by {draft.model}"] if draft.model else []
     return " ".join([draft.policy, *kept, *cheap, f"γ{draft.gamma}"])
 
 
-# ----------------------------------------------------------------------------------------------- what is expected
+# --------------------------------------------------------------------------------- what is expected
 
 
 def _expected(waves: Sequence[Wave], outlook: Outlook) -> dict[str, Any]:
@@ -102,7 +114,9 @@ def _expected(waves: Sequence[Wave], outlook: Outlook) -> dict[str, Any]:
         "figures": provenance(profile),
         "buckets": _buckets(waves, profile),
         "seconds": {name: round(value, 3) for name, value in times.items()},
-        "shares": {name: round(value / whole, 4) if whole else 0.0 for name, value in times.items()},
+        "shares": {
+            name: round(value / whole, 4) if whole else 0.0 for name, value in times.items()
+        },
         "engine_hours": hours,
         "engine_hours_elsewhere": _elsewhere(waves, outlook),
     }
@@ -112,13 +126,17 @@ def _expected(waves: Sequence[Wave], outlook: Outlook) -> dict[str, Any]:
 
 
 def seconds(waves: Sequence[Wave], profile: Profile) -> dict[str, float]:
-    """What one engine is expected to take, by what it does: each video is seen and prefilled once."""
+    """What one engine is expected to take, by what it does: each video is seen and prefilled
+    once."""
     once, each, _ = profile.prefill
     found = dict.fromkeys(("vision", "prefill", "decode"), 0.0)
     for wave in waves:
         known: set[tuple[object, ...]] = set()
         for request in wave.requests:
-            text, video = request.context - request.plan.tokens, (request.info.uri, request.plan.times)
+            text, video = (
+                request.context - request.plan.tokens,
+                (request.info.uri, request.plan.times),
+            )
             if video not in known:
                 known.add(video)
                 found["vision"] += request.plan.tokens * profile.vision
@@ -143,7 +161,11 @@ def _elsewhere(waves: Sequence[Wave], outlook: Outlook) -> dict[str, list[float]
         profile = unmeasured(published(name), account, outlook.profile.model, "bfloat16")
         again = [_chosen(wave, profile, outlook.setting) for wave in waves]
         known = [wave for wave in again if wave is not None]
-        found[name] = _hours(sum(seconds(known, profile).values()), profile) if len(known) == len(waves) else None
+        found[name] = (
+            _hours(sum(seconds(known, profile).values()), profile)
+            if len(known) == len(waves)
+            else None
+        )
     return found
 
 
@@ -153,7 +175,8 @@ def _chosen(wave: Wave, profile: Profile, setting: Setting) -> Wave | None:
 
 
 def _buckets(waves: Sequence[Wave], profile: Profile) -> dict[str, dict[str, Any]]:
-    """By the class of their longest context: slots, n*_B, drafts, and what was weighed for the largest of the waves."""
+    """By the class of their longest context: slots, n*_B, drafts, and what was weighed for the
+    largest of the waves."""
     classes: dict[int, list[Wave]] = {}
     for wave in waves:
         classes.setdefault(_class(max(r.context for r in wave.requests)), []).append(wave)
@@ -190,7 +213,7 @@ def _candidate(way: Candidate) -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------------------------- for people
+# --------------------------------------------------------------------------------------- for people
 
 
 def table(plan: dict[str, Any], failed: Sequence[Failed]) -> str:
@@ -224,7 +247,10 @@ def _wave_line(wave: dict[str, Any]) -> str:
 
 def _bars(contexts: dict[str, int]) -> list[str]:
     most = max(contexts.values(), default=1)
-    return [f"{'up to ' + bound:>16} {'█' * max(1, count * BAR // most)} {count}" for bound, count in contexts.items()]
+    return [
+        f"{'up to ' + bound:>16} {'█' * max(1, count * BAR // most)} {count}"
+        for bound, count in contexts.items()
+    ]
 
 
 def _outlook_lines(plan: dict[str, Any]) -> list[str]:
@@ -242,11 +268,17 @@ def _outlook_lines(plan: dict[str, Any]) -> list[str]:
             ),
         ]
     shares = ", ".join(f"{name} {share:.0%}" for name, share in plan["shares"].items())
-    lines += ["", plan["figures"], f"{_range(plan['engine_hours'])} engine hours on {plan['device']}: {shares}"]
+    lines += [
+        "",
+        plan["figures"],
+        f"{_range(plan['engine_hours'])} engine hours on {plan['device']}: {shares}",
+    ]
     if "cost" in plan:
         lines.append(f"cost {_range(plan['cost'])}")
     for name, hours in plan["engine_hours_elsewhere"].items():
-        lines.append(f"{name:>16} {'too small' if hours is None else _range(hours) + ' hours, by its data sheet'}")
+        lines.append(
+            f"{name:>16} {'too small' if hours is None else _range(hours) + ' hours, by its data sheet'}"
+        )
     return lines
 
 

@@ -1,4 +1,5 @@
-"""What earlier waves of a run have shown: acceptance, speed and lengths, as medians over waves. Values, no clock."""
+"""What earlier waves of a run have shown: acceptance, speed and lengths, as medians over waves.
+Values, no clock."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ class History:
         if not seen:
             return None
         places = max(len(one.by_place) for one in seen)
-        return Chances(tuple(statistics.median(one.at(place) for one in seen) for place in range(places)))
+        return Chances(
+            tuple(statistics.median(one.at(place) for one in seen) for place in range(places))
+        )
 
     def length(self, kind: str) -> float | None:
         """Tokens that such prompts' texts have; None if none has been seen."""
@@ -103,7 +106,8 @@ def _judged(results: Sequence[Result]) -> int:
 
 
 def _foretold(result: Result, wave: Wave) -> float:
-    """Seconds that a row's rounds were expected to take, whatever γ each of them had: they grow evenly with it."""
+    """Seconds that a row's rounds were expected to take, whatever γ each of them had: they grow
+    evenly with it."""
     if not wave.why:
         return 0.0
     way, gamma = wave.why[0], wave.draft.gamma if wave.draft else 0

@@ -1,4 +1,5 @@
-"""The plan as a run goes on: requests whose headers are read, until engines are handed them in waves."""
+"""The plan as a run goes on: requests whose headers are read, until engines are handed them in
+waves."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from pipeline.records import (
 from std_core.cost_model.profile import Device, Profile
 from std_core.types import Result
 
-POOL = 8192  # requests that a wave is chosen from: many more would be of no use, and looked through for each wave
+# requests that a wave is chosen from: many more would be of no use, and looked through for each
+# wave
+POOL = 8192
 FRAMES = 2_000_000  # of theirs: the times of that many are 64 MB
 
 
@@ -44,7 +47,12 @@ class Pool:
         profile_on: Callable[[Device], Profile],
         setting: Setting,
     ):
-        self._found, self._failed, self._handed, self._profile_on = found, failed, handed, profile_on
+        self._found, self._failed, self._handed, self._profile_on = (
+            found,
+            failed,
+            handed,
+            profile_on,
+        )
         self.setting, self.history = setting, History()
         self.profile: Profile | None = None
         self._planned: deque[Planned] = deque()  # not looked at yet
@@ -65,8 +73,12 @@ class Pool:
         return not self._planned and not self._pool
 
     def begin(self, device: Device, engines: int) -> None:
-        """See `Waves`. Raises UsageError also where it is known by now that no request fits the device."""
-        self.profile, self.setting = self._profile_on(device), replace(self.setting, engines=engines)
+        """See `Waves`. Raises UsageError also where it is known by now that no request fits the
+        device."""
+        self.profile, self.setting = (
+            self._profile_on(device),
+            replace(self.setting, engines=engines),
+        )
         self._fill()
 
     @property
@@ -129,7 +141,11 @@ class Pool:
         """What is too large for the device fails once there is something that is not."""
         assert self.profile is not None
         if error := misfit(request, self.profile, self.setting):
-            self._small.append(Failed(Pending(request.request_id, request.item, request.window), error, request.info))
+            self._small.append(
+                Failed(
+                    Pending(request.request_id, request.item, request.window), error, request.info
+                )
+            )
         else:
             self._fitting = True
             self._pool.append(request)
@@ -140,8 +156,11 @@ class Pool:
             self._small = []
 
 
-def fitting(found: Sequence[Planned], profile: Profile, setting: Setting) -> Iterator[Planned | Failed]:
-    """As `Pool` has it, of requests that are all there. Raises UsageError where none fits the device."""
+def fitting(
+    found: Sequence[Planned], profile: Profile, setting: Setting
+) -> Iterator[Planned | Failed]:
+    """As `Pool` has it, of requests that are all there. Raises UsageError where none fits the
+    device."""
     errors = [misfit(request, profile, setting) for request in found]
     if found and all(errors):
         raise UsageError(next(e.message for e in reversed(errors) if e))

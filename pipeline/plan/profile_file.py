@@ -30,7 +30,8 @@ def read_profile(uri: str) -> Profile:
 def check(profile: Profile, uri: str, model: str, dtype: str, device: Device) -> None:
     """
     Args:
-        device: at hand. A profile of another kind of device is taken to be of where the engines will run.
+        device: at hand. A profile of another kind of device is taken to be of where the engines
+            will run.
 
     Raises:
         UsageError: the profile is of another model, precision or device.
@@ -53,8 +54,8 @@ def profile_for(uri: str, model: str, dtype: str, account: Account, at_hand: Dev
         uri: empty where none was given.
         model: its checkpoint's revision.
 
-    Raises:
-        UsageError: the profile cannot be read, or is of another version, model, precision or device.
+    Raises: UsageError: the profile cannot be read, or is of another version, model, precision or
+        device.
     """
     if not uri:
         return unmeasured(at_hand, account, model, dtype)
@@ -64,8 +65,16 @@ def profile_for(uri: str, model: str, dtype: str, account: Account, at_hand: Dev
 
 
 def unfit_alone(profile: Profile, draft: Draft) -> str | None:
-    """Why a draft's text should not be taken without verification, as a clause; None if nothing speaks against it."""
-    found = next((t.retrieved for t in profile.drafts if replace(t.draft, gamma=1) == replace(draft, gamma=1)), ())
+    """Why a draft's text should not be taken without verification, as a clause; None if nothing
+    speaks against it."""
+    found = next(
+        (
+            t.retrieved
+            for t in profile.drafts
+            if replace(t.draft, gamma=1) == replace(draft, gamma=1)
+        ),
+        (),
+    )
     if not found:
         return "--profile holds no retrieval test of this draft: jobs/calibrate.py --retrieval true makes one"
     worst = min(found, key=lambda r: r.sparse / max(1, r.dense))
@@ -84,6 +93,4 @@ def provenance(profile: Profile) -> str:
         return f"times as measured on {name}"
     if profile.drafts:
         return f"times from what is published of {name}, acceptance from other models: --profile has measured ones"
-    return (
-        f"nothing was measured on {name}, so the draft is the default and times are rough: --profile has measured ones"
-    )
+    return f"nothing was measured on {name}, so the draft is the default and times are rough: --profile has measured ones"

@@ -1,4 +1,5 @@
-"""What a job says of its waves, and what a wave's requests come to in sums: what a choice is made from."""
+"""What a job says of its waves, and what a wave's requests come to in sums: what a choice is made
+from."""
 
 from __future__ import annotations
 
@@ -45,9 +46,8 @@ class Setting:
 def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
     """A job's setting.
 
-    Args:
-        draft: as `draft_of` has it; a choice is left where `--draft` is `auto` and no number of a draft is given.
-        drawn: whether texts are drawn where the job does not say.
+    Args: draft: as `draft_of` has it; a choice is left where `--draft` is `auto` and no number of a
+        draft is given. drawn: whether texts are drawn where the job does not say.
     """
     given = (job.gamma, job.keep, job.k) != (None, None, None)
     greedy = not drawn if job.temperature is None else job.temperature == 0
@@ -64,8 +64,9 @@ def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
 
 @dataclass(frozen=True)
 class Mix:
-    """A wave's requests in sums: means in tokens, kinds of prompt with their numbers. `longest` has the most visual
-    tokens of any and the most text of any, since each of the two stores is as long as its longest row."""
+    """A wave's requests in sums: means in tokens, kinds of prompt with their numbers. `longest` has
+    the most visual tokens of any and the most text of any, since each of the two stores is as long
+    as its longest row."""
 
     count: int
     context: float
@@ -77,7 +78,10 @@ class Mix:
     @classmethod
     def of(cls, requests: Sequence[Planned], setting: Setting) -> Mix:
         count = len(requests)
-        visual, text = max(r.plan.tokens for r in requests), max(r.context - r.plan.tokens for r in requests)
+        visual, text = (
+            max(r.plan.tokens for r in requests),
+            max(r.context - r.plan.tokens for r in requests),
+        )
         kinds: dict[str, int] = {}
         for request in requests:
             kind = kind_of(request.item.prompt)
@@ -97,4 +101,6 @@ def load_of(request: Planned, setting: Setting) -> Load:
 
 
 def _load(context: int, visual: int, setting: Setting) -> Load:
-    return Load(context, visual, setting.max_tokens, setting.prefill_chunk, setting.strict, setting.draws)
+    return Load(
+        context, visual, setting.max_tokens, setting.prefill_chunk, setting.strict, setting.draws
+    )

@@ -1,5 +1,5 @@
-"""The plan: which requests an engine is handed together, and with which draft. Pure; sees only what headers and prompts
-say, what the device was measured to do, and what earlier waves have shown.
+"""The plan: which requests an engine is handed together, and with which draft. Pure; sees only what
+headers and prompts say, what the device was measured to do, and what earlier waves have shown.
 
 Decodes nothing, knows no engine, and reads no clock: the same snapshot gives the same waves.
 """
@@ -34,8 +34,9 @@ def plan(
 ) -> tuple[Wave, ...]:
     """Waves for idle engines, longest contexts first.
 
-    A request of the pool is in one wave at most: what is in none stays in the pool until engines are idle again, until
-    there are more of its context length, or, where even a single slot is too small for it (`misfit`), for good.
+    A request of the pool is in one wave at most: what is in none stays in the pool until engines
+    are idle again, until there are more of its context length, or, where even a single slot is too
+    small for it (`misfit`), for good.
 
     Args:
         pool: requests that are in no wave yet.
@@ -55,12 +56,16 @@ def plan(
         return slots_of(load_of(request, setting), profile, setting, draft)
 
     waves: list[Wave] = []
-    most = -(-len(fitting) // setting.engines) if closed else None  # the last waves are shared among all engines
+    most = (
+        -(-len(fitting) // setting.engines) if closed else None
+    )  # the last waves are shared among all engines
     for requests in islice(cut(fitting, slots, closed, most), idle_engines):
         parts = [requests]
         while parts and len(waves) < idle_engines:
             part = parts.pop()
-            ways = choose(Mix.of(part, setting), profile, history, setting, history.waves + len(waves))
+            ways = choose(
+                Mix.of(part, setting), profile, history, setting, history.waves + len(waves)
+            )
             if ways:
                 waves.append(Wave(tuple(part), ways[0].slots, ways[0].draft, ways))
             else:  # much text and many frames, which fit on their own and not together
@@ -91,12 +96,15 @@ def advice(request: Planned, profile: Profile, setting: Setting) -> str:
 
 
 def cut(
-    pool: Sequence[Planned], slots: Callable[[Planned], int], closed: bool = True, most: int | None = None
+    pool: Sequence[Planned],
+    slots: Callable[[Planned], int],
+    closed: bool = True,
+    most: int | None = None,
 ) -> Iterator[list[Planned]]:
     """Requests that are handed out together, longest contexts first.
 
-    All questions on one video lie side by side, in one wave, in the order of the pool, so that its frames are decoded
-    and held once.
+    All questions on one video lie side by side, in one wave, in the order of the pool, so that its
+    frames are decoded and held once.
 
     Args:
         slots: that a wave has whose longest request is this one.
@@ -122,7 +130,8 @@ def cut(
 
 
 def _by_video(pool: Sequence[Planned]) -> list[list[Planned]]:
-    """Groups that share frames, the one with the longest context first; ties by the pool's order."""
+    """Groups that share frames, the one with the longest context first; ties by the pool's
+    order."""
     groups: dict[tuple[object, ...], list[Planned]] = {}
     for request in pool:
         groups.setdefault((request.info.uri, request.info.version), []).append(request)

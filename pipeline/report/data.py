@@ -1,4 +1,5 @@
-"""The figures behind a report, from what a run wrote: rows, summary and the runs' records. Draws nothing."""
+"""The figures behind a report, from what a run wrote: rows, summary and the runs' records. Draws
+nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BINS = 60  # of a plot over time
 
 @dataclass(frozen=True)
 class Facts:
-    """What a report tells of: the rows of the last job, which is the last run and those that it went on from.
+    """What a report tells of: the rows of the last job, which is the last run and those that it
+    went on from.
 
     Args:
         table: those rows.
@@ -69,7 +71,9 @@ class Facts:
     def began(self) -> float:
         """Seconds since 1970."""
         times = self._times
-        return min([*(run.began for run in self.runs), *([times.min()] if times.size else [])], default=0.0)
+        return min(
+            [*(run.began for run in self.runs), *([times.min()] if times.size else [])], default=0.0
+        )
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -104,7 +108,11 @@ class Facts:
     @property
     def hours(self) -> float:
         """Footage that has a text, each video once."""
-        clips = self.table.filter(pa.array(self.good)).select(["video_uri", "video_start", "video_end"]).to_pydict()
+        clips = (
+            self.table.filter(pa.array(self.good))
+            .select(["video_uri", "video_start", "video_end"])
+            .to_pydict()
+        )
         lengths = {(u, s): (e or 0) - (s or 0) for u, s, e in zip(*clips.values(), strict=True)}
         return sum(lengths.values()) / 3600
 
@@ -132,7 +140,7 @@ def _summary(output: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# ------------------------------------------------------------------------------------------------------- over time
+# ---------------------------------------------------------------------------------------- over time
 
 
 def edges(facts: Facts) -> np.ndarray:
@@ -147,11 +155,14 @@ def per_second(facts: Facts, weights: np.ndarray) -> np.ndarray:
 
 
 def busy(facts: Facts) -> np.ndarray:
-    """(3, stretches): share of the engines' time by phase, as late as it can have been: work on a row was done before
-    the row was there, and engines do no more than a second's work in a second."""
+    """(3, stretches): share of the engines' time by phase, as late as it can have been: work on a
+    row was done before the row was there, and engines do no more than a second's work in a
+    second."""
     borders = edges(facts)
     room = np.diff(borders) * facts.engines
-    work = np.stack([np.histogram(facts.ends, borders, weights=phase)[0] for phase in facts.engine_s])
+    work = np.stack(
+        [np.histogram(facts.ends, borders, weights=phase)[0] for phase in facts.engine_s]
+    )
     for later in range(len(room) - 1, 0, -1):
         total = work[:, later].sum()
         if total > room[later]:
@@ -161,7 +172,7 @@ def busy(facts: Facts) -> np.ndarray:
     return work / room
 
 
-# ------------------------------------------------------------------------------------------------------ by context
+# --------------------------------------------------------------------------------------- by context
 
 
 @dataclass(frozen=True)
@@ -184,7 +195,8 @@ class Bucket:
 
     @property
     def tokens_per_pass(self) -> float:
-        """What a pass of the full model yields, its own token included; more than the speed-up can be."""
+        """What a pass of the full model yields, its own token included; more than the speed-up can
+        be."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 1.0
 
     @property
@@ -203,7 +215,8 @@ def buckets(facts: Facts) -> list[Bucket]:
 
 def _bucket(facts: Facts, longest: int, draft: str, among: np.ndarray) -> Bucket:
     tokens, rounds, proposed, accepted = (
-        facts.real(name)[facts.good][among] for name in ("num_generated_tokens", "rounds", "proposed", "accepted")
+        facts.real(name)[facts.good][among]
+        for name in ("num_generated_tokens", "rounds", "proposed", "accepted")
     )
     seconds = tuple(float(s) for s in facts.engine_s[:, facts.good][:, among].sum(1))
     t, r, p, a = (float(values.sum()) for values in (tokens, rounds, proposed, accepted))

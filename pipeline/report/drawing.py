@@ -1,5 +1,5 @@
-"""How a report's plots look, and how they become SVG that can stand in a page: no script, no reference to anything
-outside, text as text."""
+"""How a report's plots look, and how they become SVG that can stand in a page: no script, no
+reference to anything outside, text as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from matplotlib.ticker import Formatter, FuncFormatter
 from pipeline.report.data import Facts
 
 INK, GRID = "#33404d", "#d9dfe5"
-COLOURS = {"vision": "#4e9a8f", "prefill": "#e0a43c", "decode": "#3f6fb5", "idle": "#e6eaee", "error": "#c0504d"}
+COLOURS = {
+    "vision": "#4e9a8f",
+    "prefill": "#e0a43c",
+    "decode": "#3f6fb5",
+    "idle": "#e6eaee",
+    "error": "#c0504d",
+}
 DRAFTS = ("#3f6fb5", "#4e9a8f", "#b5618f", "#8a7a3c", "#6d6d6d")
 NAMES = {"vision": "vision", "prefill": "prefill", "decode": "decoding", "idle": "idle"}
 STYLE: dict[Any, Any] = {
@@ -60,7 +66,13 @@ def panels(height: float, rows: int) -> tuple[Figure, tuple[Any, ...]]:
 def times(facts: Facts, seconds: np.ndarray) -> tuple[np.ndarray, str]:
     """Times in a unit that fits, and the axis' label."""
     when = datetime.fromtimestamp(facts.began, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    unit, length = ("seconds", 1) if facts.span < 180 else ("minutes", 60) if facts.span < 10_800 else ("hours", 3600)
+    unit, length = (
+        ("seconds", 1)
+        if facts.span < 180
+        else ("minutes", 60)
+        if facts.span < 10_800
+        else ("hours", 3600)
+    )
     return seconds / length, f"{unit} since {when}"
 
 
@@ -86,7 +98,11 @@ def legend(axes: Axes) -> None:
     """Above the axes, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
-        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
+        place: dict[str, Any] = {
+            "loc": "lower right",
+            "bbox_to_anchor": (1.0, 1.0),
+            "borderaxespad": 0.1,
+        }
         axes.legend(handles, labels, ncols=len(labels), fontsize=9, handlelength=1.2, **place)
 
 

@@ -34,7 +34,7 @@ def plots(facts: Facts) -> list[Plot]:
         return [one(facts) for one in draw]
 
 
-# ------------------------------------------------------------------------------------------------------- over time
+# ---------------------------------------------------------------------------------------- over time
 
 
 def throughput(facts: Facts) -> Plot:
@@ -44,11 +44,20 @@ def throughput(facts: Facts) -> Plot:
         return Plot(name, title, "No row was written, so there is no throughput to show.")
     figure, (upper, lower) = panels(4.2, 2)
     at, unit = times(facts, data.edges(facts))
-    upper.stairs(data.per_second(facts, facts.real("num_generated_tokens")), at, fill=True, color=COLOURS["decode"])
+    upper.stairs(
+        data.per_second(facts, facts.real("num_generated_tokens")),
+        at,
+        fill=True,
+        color=COLOURS["decode"],
+    )
     upper.set_ylabel("tokens per second")
-    done, failed = (60 * data.per_second(facts, mask.astype(float)) for mask in (facts.good, ~facts.good))
+    done, failed = (
+        60 * data.per_second(facts, mask.astype(float)) for mask in (facts.good, ~facts.good)
+    )
     lower.stairs(done, at, fill=True, color=COLOURS["vision"], label="with a text")
-    lower.stairs(done + failed, at, baseline=done, fill=True, color=COLOURS["error"], label="failed")
+    lower.stairs(
+        done + failed, at, baseline=done, fill=True, color=COLOURS["error"], label="failed"
+    )
     lower.set_ylabel("requests per minute")
     lower.set_xlabel(unit)
     legend(lower)
@@ -68,9 +77,13 @@ def engine(facts: Facts) -> Plot:
     at, unit = times(facts, data.edges(facts))
     below = np.zeros(len(at) - 1)
     for phase, share in zip(data.PHASES, data.busy(facts), strict=True):
-        upper.stairs(below + share, at, baseline=below, fill=True, color=COLOURS[phase], label=NAMES[phase])
+        upper.stairs(
+            below + share, at, baseline=below, fill=True, color=COLOURS[phase], label=NAMES[phase]
+        )
         below = below + share
-    upper.stairs(np.maximum(below, 1), at, baseline=below, fill=True, color=COLOURS["idle"], label="idle")
+    upper.stairs(
+        np.maximum(below, 1), at, baseline=below, fill=True, color=COLOURS["idle"], label="idle"
+    )
     upper.set_ylabel("share of the time")
     upper.set_ylim(0, max(1.0, below.max()))
     legend(upper)
@@ -92,7 +105,14 @@ def _frames(facts: Facts, axes: Axes) -> None:
         if samples.size:
             at, _ = times(facts, samples[:, 0] + run.began - facts.began)
             label = "frames decoding or held" if not number else None
-            axes.fill_between(at, samples[:, 7] / 1e6, step="post", color=COLOURS["vision"], label=label, linewidth=0)
+            axes.fill_between(
+                at,
+                samples[:, 7] / 1e6,
+                step="post",
+                color=COLOURS["vision"],
+                label=label,
+                linewidth=0,
+            )
     bound = max((run.about.get("max_bytes_in_flight") or 0 for run in facts.runs), default=0) / 1e6
     most = axes.get_ylim()[1]
     if 0 < bound < 4 * most:
@@ -107,7 +127,11 @@ def waves(facts: Facts) -> Plot:
     name, title = "waves", "Context lengths against waves"
     found = np.array([wave for run in facts.runs for wave in run.waves], float)
     if not found.size:
-        why = "No run left a record of its waves" if not facts.runs else "No wave was handed to an engine"
+        why = (
+            "No run left a record of its waves"
+            if not facts.runs
+            else "No wave was handed to an engine"
+        )
         return Plot(name, title, f"{why}, so they cannot be shown.")
     figure, (upper, lower) = panels(3.8, 2)
     number = np.arange(1, len(found) + 1)
@@ -132,7 +156,7 @@ def waves(facts: Facts) -> Plot:
     return Plot(name, title, look, svg(figure, name))
 
 
-# ------------------------------------------------------------------------------------------------------ by context
+# --------------------------------------------------------------------------------------- by context
 
 
 def acceptance(facts: Facts) -> Plot:
@@ -146,13 +170,25 @@ def acceptance(facts: Facts) -> Plot:
     drafts = sorted({bucket.draft for bucket in found})
     for number, draft in enumerate(drafts):
         own = [bucket for bucket in found if bucket.draft == draft]
-        at = np.array([classes.index(b.longest) for b in own]) + 0.08 * (number - (len(drafts) - 1) / 2)
+        at = np.array([classes.index(b.longest) for b in own]) + 0.08 * (
+            number - (len(drafts) - 1) / 2
+        )
         share, error = [b.acceptance for b in own], [b.error for b in own]
         colour = DRAFTS[number % len(DRAFTS)]
-        axes.errorbar(at, share, error, color=colour, marker="o", capsize=3, label=short(draft) or "unnamed")
+        axes.errorbar(
+            at, share, error, color=colour, marker="o", capsize=3, label=short(draft) or "unnamed"
+        )
         for x, bucket in zip(at, own, strict=True):
             note, above = f"{bucket.accepted / bucket.rounds:.2f}", bucket.acceptance + bucket.error
-            axes.annotate(note, (x, above), (0, 5), textcoords="offset points", ha="center", color=colour, fontsize=9)
+            axes.annotate(
+                note,
+                (x, above),
+                (0, 5),
+                textcoords="offset points",
+                ha="center",
+                color=colour,
+                fontsize=9,
+            )
     axes.set_ylim(0, 1.2)
     axes.set_ylabel("accepted share of drafted tokens")
     class_ticks(axes, classes, {c: sum(b.rows for b in found if b.longest == c) for c in classes})
@@ -174,11 +210,23 @@ def speedup(facts: Facts) -> Plot:
         return Plot(name, title, _no_speedup(found))
     figure, (axes,) = panels(2.8, 1)
     at = np.arange(len(pairs))
-    axes.bar(at, [bound for _, _, bound in pairs], 0.7, color=COLOURS["idle"], label="bound: tokens per pass")
+    axes.bar(
+        at,
+        [bound for _, _, bound in pairs],
+        0.7,
+        color=COLOURS["idle"],
+        label="bound: tokens per pass",
+    )
     axes.bar(at, [gain for _, gain, _ in pairs], 0.4, color=COLOURS["decode"], label="measured")
     axes.axhline(1, color=COLOURS["error"], linewidth=1)
     for x, (_, gain, bound) in zip(at, pairs, strict=True):
-        axes.annotate(f"{gain:.2f}× of {bound:.2f}×", (x, bound), (0, 3), textcoords="offset points", ha="center")
+        axes.annotate(
+            f"{gain:.2f}× of {bound:.2f}×",
+            (x, bound),
+            (0, 3),
+            textcoords="offset points",
+            ha="center",
+        )
     axes.set_ylabel("times dense decoding")
     axes.set_ylim(0, 1.3 * max(max(gain, bound) for _, gain, bound in pairs))
     class_ticks(axes, [context for context, _, _ in pairs])
@@ -210,7 +258,9 @@ def phases(facts: Facts) -> Plot:
     classes = sorted({bucket.longest for bucket in found if sum(bucket.seconds)})
     if not classes:
         return Plot(name, title, "No request took an engine's time, so there are no shares.")
-    seconds = np.array([np.sum([b.seconds for b in found if b.longest == c], axis=0) for c in classes])
+    seconds = np.array(
+        [np.sum([b.seconds for b in found if b.longest == c], axis=0) for c in classes]
+    )
     labels = [*(f"up to {c:,}" for c in classes), "all"]
     seconds = np.vstack([seconds, seconds.sum(0)])
     figure, (axes,) = panels(0.9 + 0.36 * len(labels), 1)
@@ -219,7 +269,15 @@ def phases(facts: Facts) -> Plot:
         axes.barh(labels, share, left=left, color=COLOURS[phase], label=NAMES[phase])
         for y, (x, part) in enumerate(zip(left, share, strict=True)):
             if part >= 0.06:
-                axes.text(x + part / 2, y, f"{part:.0%}", ha="center", va="center", color="white", fontsize=9)
+                axes.text(
+                    x + part / 2,
+                    y,
+                    f"{part:.0%}",
+                    ha="center",
+                    va="center",
+                    color="white",
+                    fontsize=9,
+                )
         left = left + share
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
@@ -233,7 +291,7 @@ def phases(facts: Facts) -> Plot:
     return Plot(name, title, look, svg(figure, name))
 
 
-# --------------------------------------------------------------------------------------------------- failures, cost
+# ----------------------------------------------------------------------------------- failures, cost
 
 
 def failures(facts: Facts) -> Plot:
@@ -262,14 +320,20 @@ def cost(facts: Facts) -> Plot:
     """What the machines' hours were spent on."""
     name, title = "cost", "Cost"
     if facts.price is None:
-        return Plot(name, title, "No price was given; with --price-per-hour the page tells what the captions cost.")
+        return Plot(
+            name,
+            title,
+            "No price was given; with --price-per-hour the page tells what the captions cost.",
+        )
     whole = facts.price * facts.running / 3600
     worked = facts.price * facts.engine_s.sum(1) / facts.engines / 3600
     parts = {**dict(zip(data.PHASES, worked, strict=True)), "idle": max(whole - worked.sum(), 0.0)}
     figure, (axes,) = panels(1.5, 1)
     left = 0.0
     for phase, money in parts.items():
-        axes.barh(["cost"], money, left=left, color=COLOURS[phase], label=f"{NAMES[phase]} {said(money)}")
+        axes.barh(
+            ["cost"], money, left=left, color=COLOURS[phase], label=f"{NAMES[phase]} {said(money)}"
+        )
         left += money
     axes.set_xlim(0, left or 1)
     axes.set_yticks([])

@@ -1,6 +1,6 @@
-"""A run's metrics, under the names that Prometheus finds at every node's metrics port (Ray adds `ray_` in front and
-`_total` behind counters). Imports no Ray: the driver hands `ray.util.metrics` over, so that this can be tested, and
-rows be counted, before there is a cluster."""
+"""A run's metrics, under the names that Prometheus finds at every node's metrics port (Ray adds
+`ray_` in front and `_total` behind counters). Imports no Ray: the driver hands `ray.util.metrics`
+over, so that this can be tested, and rows be counted, before there is a cluster."""
 
 from __future__ import annotations
 
@@ -18,10 +18,19 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "std_caption_rows_written": ("rows that are committed to the output", ()),
     "std_caption_tokens_generated": ("tokens in the rows' texts", ()),
     "std_caption_drafts_proposed": ("drafted tokens that were verified", ()),
-    "std_caption_drafts_accepted": ("drafted tokens that the full model would have written too", ()),
-    "std_caption_engine_deaths": ("engines that died, hung or ran out of memory, and were replaced", ()),
+    "std_caption_drafts_accepted": (
+        "drafted tokens that the full model would have written too",
+        (),
+    ),
+    "std_caption_engine_deaths": (
+        "engines that died, hung or ran out of memory, and were replaced",
+        (),
+    ),
     "std_caption_rounds": ("rounds of drafting and verification, summed over rows", ()),
-    "std_caption_engine_seconds": ("seconds of engines' work on rows that are answered, by phase", ("phase",)),
+    "std_caption_engine_seconds": (
+        "seconds of engines' work on rows that are answered, by phase",
+        ("phase",),
+    ),
 }
 GAUGES = {
     "std_caption_frame_bytes_in_flight": "bytes of frames that are decoding or held",
@@ -34,7 +43,10 @@ HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
         "an answered request's share of its engine's time",
         [0.1, 0.3, 1, 3, 10, 30, 100, 300],
     ),
-    "std_caption_context_tokens": ("prompt and visual tokens of an answered request", [2.0**n for n in range(8, 19)]),
+    "std_caption_context_tokens": (
+        "prompt and visual tokens of an answered request",
+        [2.0**n for n in range(8, 19)],
+    ),
     "std_caption_accepted_per_round": (
         "drafted tokens accepted per round, over an answered request",
         [0.5, 1, 2, 3, 4, 6, 8, 12],
@@ -51,12 +63,17 @@ class Instruments(Protocol):
 
 
 class Metrics:
-    """The instruments of one process. Counters follow a run's sums, so what was counted before they were made is in."""
+    """The instruments of one process. Counters follow a run's sums, so what was counted before they
+    were made is in."""
 
     def __init__(self, make: Instruments):
-        self._counters = {name: make.Counter(name, text, tags) for name, (text, tags) in COUNTERS.items()}
+        self._counters = {
+            name: make.Counter(name, text, tags) for name, (text, tags) in COUNTERS.items()
+        }
         self._gauges = {name: make.Gauge(name, text) for name, text in GAUGES.items()}
-        self._histograms = {name: make.Histogram(name, text, bounds) for name, (text, bounds) in HISTOGRAMS.items()}
+        self._histograms = {
+            name: make.Histogram(name, text, bounds) for name, (text, bounds) in HISTOGRAMS.items()
+        }
         self._published: dict[tuple[str, ...], float] = {}
 
     def publish(self, tally: Tally, flow: Flow, written: int) -> None:
@@ -76,7 +93,9 @@ class Metrics:
             self._raise("std_caption_requests_failed", count, code=code)
         for phase, seconds in tally.seconds.items():
             self._raise("std_caption_engine_seconds", seconds, phase=phase)
-        for name, value in zip(GAUGES, (flow.nbytes, flow.decoding, flow.engines, flow.seated), strict=True):
+        for name, value in zip(
+            GAUGES, (flow.nbytes, flow.decoding, flow.engines, flow.seated), strict=True
+        ):
             self._gauges[name].set(value)
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -88,7 +107,9 @@ class Metrics:
         self._histograms["std_caption_request_engine_seconds"].observe(seconds)
         self._histograms["std_caption_context_tokens"].observe(context)
         if row["proposed"]:
-            self._histograms["std_caption_accepted_per_round"].observe(row["accepted"] / row["rounds"])
+            self._histograms["std_caption_accepted_per_round"].observe(
+                row["accepted"] / row["rounds"]
+            )
 
     def _raise(self, name: str, value: float, **tags: str) -> None:
         """Ray's counters take what is added, and nothing that is not above 0."""

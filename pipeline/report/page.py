@@ -1,7 +1,7 @@
 """The report: one page of HTML with everything in it, made from what a run wrote and put beside it.
 
-No script runs in it and nothing outside is asked for; a policy in its head says so to the browser too. Every word that
-comes from rows (names, prompts, captions, messages) passes `text`."""
+No script runs in it and nothing outside is asked for; a policy in its head says so to the browser
+too. Every word that comes from rows (names, prompts, captions, messages) passes `text`."""
 
 from __future__ import annotations
 
@@ -78,10 +78,14 @@ def page(facts: Facts) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f"<title>Report: {text(facts.output)}</title><style>{STYLE}</style>"
     )
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n'
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- words
+# -------------------------------------------------------------------------------------------- words
 
 
 def headline(facts: Facts) -> str:
@@ -103,7 +107,11 @@ def _pace(per_second: float) -> str:
     if per_second >= 1:
         return f"{number(per_second)} a second"
     per_minute = 60 * per_second
-    return f"{number(per_minute)} a minute" if per_minute >= 1 else f"{number(60 * per_minute)} an hour"
+    return (
+        f"{number(per_minute)} a minute"
+        if per_minute >= 1
+        else f"{number(60 * per_minute)} an hour"
+    )
 
 
 def _failed(facts: Facts) -> str:
@@ -135,12 +143,16 @@ def _behind(facts: Facts) -> str:
     if not facts.runs and rows:
         said.append("No run left a record here, so time is counted from the first row to the last.")
     if rows > facts.table.num_rows:
-        said.append(f"Earlier runs' rows are in the folder too: {rows:,} in all, {errors:,} of them errors.")
+        said.append(
+            f"Earlier runs' rows are in the folder too: {rows:,} in all, {errors:,} of them errors."
+        )
     if facts.runs and facts.runs[-1].outcome != "finished":
         said.append("The last run did not finish; the same command resumes it.")
     elif "requests" in facts.summary:
         total, failed = facts.summary["requests"], facts.summary.get("errors", 0)
-        said.append(f"All {count(total, 'request')} of the input have their rows, {failed:,} of them errors.")
+        said.append(
+            f"All {count(total, 'request')} of the input have their rows, {failed:,} of them errors."
+        )
     return " ".join(said)
 
 
@@ -151,7 +163,10 @@ def _tiles(facts: Facts) -> str:
         (f"{good:,}", "answered"),
         (f"{facts.table.num_rows - good:,}", "failed"),
         (number(written / facts.running), "tokens a second"),
-        (f"{facts.engine_s.sum() / facts.engines / facts.running:.0%}", "of the time engines worked"),
+        (
+            f"{facts.engine_s.sum() / facts.engines / facts.running:.0%}",
+            "of the time engines worked",
+        ),
     ]
     if rounds := facts.real("rounds").sum():
         tiles.append((f"{facts.real('accepted').sum() / rounds:.2f}", "accepted per round"))
@@ -162,10 +177,14 @@ def _tiles(facts: Facts) -> str:
         tiles += [(number(money * of / units), what) for units, of, what in (
             (good, 1000, "per 1,000 answers"), (written, 1e6, "per million tokens"), (spoken, 1, "per hour of footage"),
         ) if units]  # fmt: skip
-    return '<div class="tiles">' + "".join(f"<div><b>{v}</b><span>{w}</span></div>" for v, w in tiles) + "</div>"
+    return (
+        '<div class="tiles">'
+        + "".join(f"<div><b>{v}</b><span>{w}</span></div>" for v, w in tiles)
+        + "</div>"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ blocks
+# ------------------------------------------------------------------------------------------- blocks
 
 
 def _figure(plot: Plot) -> str:

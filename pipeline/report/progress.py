@@ -1,5 +1,5 @@
-"""What a run has done so far: counted from its rows, told on standard error, and handed on to the metrics and to the
-record that the run leaves for its report. Knows no Ray and decides nothing."""
+"""What a run has done so far: counted from its rows, told on standard error, and handed on to the
+metrics and to the record that the run leaves for its report. Knows no Ray and decides nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ T = TypeVar("T", bound=Sized)
 
 
 class Watch:
-    """The eyes on one run; a context manager, so that the last line is told and the record is saved however it ends.
+    """The eyes on one run; a context manager, so that the last line is told and the record is saved
+    however it ends.
 
     Args:
         output: where the record goes.
@@ -86,7 +87,8 @@ class Watch:
             self._metrics.row(row)
 
     def attach(self, instruments: Instruments, **where: Any) -> None:
-        """From now on metrics are published; `where` (engines, device, ...) goes into the record."""
+        """From now on metrics are published; `where` (engines, device, ...) goes into the
+        record."""
         self._log.about.update(where)
         self._metrics = Metrics(instruments)
         self._log.save("running", self._seconds())
@@ -105,7 +107,9 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         """Raises RequestError if the record cannot be saved."""
         if self._metrics is not None:
             self._metrics.publish(self.tally, self.flow, self._written())
@@ -136,13 +140,17 @@ class Watch:
         return f" of {self._known}" if self._closed else f" of {self._known} and more"
 
     def _speed(self) -> tuple[float, float | None]:
-        """Tokens per second, and seconds until the requests known now are answered, by the speed of the last minute.
-        Long contexts go first, so it is rather too much than too little."""
+        """Tokens per second, and seconds until the requests known now are answered, by the speed of
+        the last minute. Long contexts go first, so it is rather too much than too little."""
         if len(self._recent) < 2:
             return 0.0, None
         (then, before, fewer), (now, answered, tokens) = self._recent[0], self._recent[-1]
         pace = (answered - before) / max(now - then, 1e-9)
-        left = (self._known - answered) / pace if pace and self._closed and answered < self._known else None
+        left = (
+            (self._known - answered) / pace
+            if pace and self._closed and answered < self._known
+            else None
+        )
         return (tokens - fewer) / max(now - then, 1e-9), left
 
     def _tell(self, instead: str = "") -> None:
@@ -204,7 +212,13 @@ class Screen:
             self._bar = Progress(*columns, console=self.console, auto_refresh=False)
             self._bar.add_task("")
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], description=text, completed=done, total=total or None, refresh=True)
+        self._bar.update(
+            self._bar.task_ids[0],
+            description=text,
+            completed=done,
+            total=total or None,
+            refresh=True,
+        )
 
     def close(self) -> None:
         """Leaves the last line where it stands."""
@@ -216,8 +230,14 @@ def _places(flow: Flow) -> str:
     started = flow.engines > 0
     places = [
         (flow.decoding, "videos decoding"),
-        (flow.waiting, "requests decoded" if started else "requests waiting for an engine to start"),
-        (flow.held, "requests in the engine" if flow.engines < 2 else f"requests in {flow.engines} engines"),
+        (
+            flow.waiting,
+            "requests decoded" if started else "requests waiting for an engine to start",
+        ),
+        (
+            flow.held,
+            "requests in the engine" if flow.engines < 2 else f"requests in {flow.engines} engines",
+        ),
         (flow.suspects, "requests to run again, whose engine died"),
         (flow.deaths, "engines replaced"),
     ]

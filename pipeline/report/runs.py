@@ -1,5 +1,6 @@
-"""What a run leaves for its report beside its rows: `_runs/<when it began>-<8 hex>.json` in the output, some kilobytes
-however long the run is. Nothing else reads it; an output without it is whole."""
+"""What a run leaves for its report beside its rows: `_runs/<when it began>-<8 hex>.json` in the
+output, some kilobytes however long the run is. Nothing else reads it; an output without it is
+whole."""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ WAVE = ("began", "ended", "requests", "shortest", "longest", "engine_s")
 class RunLog:
     """The record of a run under way. Seconds count from the run's begin.
 
-    Attributes:
-        samples: rows of `SAMPLE`; from 256 on every second one is dropped, and they are taken half as often.
-        waves: rows of `WAVE` in the order in which they were handed out, `began` then and `ended` with the last answer
-            so far; from 512 on neighbours are merged in pairs, and `merged` says how many a row stands for.
+    Attributes: samples: rows of `SAMPLE`; from 256 on every second one is dropped, and they are
+        taken half as often. waves: rows of `WAVE` in the order in which they were handed out,
+        `began` then and `ended` with the last answer
+            so far; from 512 on neighbours are merged in pairs, and `merged` says how many a row
+            stands for.
     """
 
     output: str
@@ -41,7 +43,9 @@ class RunLog:
     merged: int = 1
     _every: float = 1.0  # s
     _handed: int = 0  # waves
-    _wave_of: dict[str, int] = field(default_factory=dict)  # request that has no row yet → number of its wave
+    _wave_of: dict[str, int] = field(
+        default_factory=dict
+    )  # request that has no row yet → number of its wave
 
     def __post_init__(self) -> None:
         when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self.began))
@@ -68,7 +72,10 @@ class RunLog:
         self._handed += 1
         if len(self.waves) > WAVES:
             pairs = [self.waves[i : i + 2] for i in range(0, len(self.waves), 2)]
-            self.waves, self.merged = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs], 2 * self.merged
+            self.waves, self.merged = (
+                [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs],
+                2 * self.merged,
+            )
 
     def answered(self, row: Mapping[str, Any], second: float) -> None:
         """Notes a request's row in its wave, if it had one."""
@@ -76,10 +83,13 @@ class RunLog:
         if number is not None:
             wave = self.waves[number // self.merged]
             wave[1] = round(second, 2)
-            wave[5] = round(wave[5] + sum(row.get(n) or 0.0 for n in ("vision_s", "prefill_s", "decode_s")), 4)
+            wave[5] = round(
+                wave[5] + sum(row.get(n) or 0.0 for n in ("vision_s", "prefill_s", "decode_s")), 4
+            )
 
     def save(self, outcome: str, second: float) -> None:
-        """Writes the record as it is now: `outcome` is running, finished or stopped. Raises RequestError."""
+        """Writes the record as it is now: `outcome` is running, finished or stopped. Raises
+        RequestError."""
         record = {
             "format": FORMAT,
             "began": self.began,
@@ -117,11 +127,15 @@ class Run:
 
 
 def runs(output: str) -> list[Run]:
-    """The runs that left a record, in the order of their begins; what is no record counts as absent. Raises
-    RequestError."""
+    """The runs that left a record, in the order of their begins; what is no record counts as
+    absent. Raises RequestError."""
     folder = storage.join(output, FOLDER)
-    names = [name for name in storage.list_names(folder) if name.endswith(".json") and name[0] != "."]
-    found = storage.each(lambda name: _parsed(storage.read_bytes(storage.join(folder, name))), names)
+    names = [
+        name for name in storage.list_names(folder) if name.endswith(".json") and name[0] != "."
+    ]
+    found = storage.each(
+        lambda name: _parsed(storage.read_bytes(storage.join(folder, name))), names
+    )
     return sorted((run for run in found if run is not None), key=lambda run: run.began)
 
 
@@ -136,8 +150,8 @@ def _parsed(data: bytes) -> Run | None:
 
 
 def last_stretch(found: list[Run], gap: float = 3600.0) -> list[Run]:
-    """The last run and those before it that ended less than `gap` seconds before the next began: a job that was stopped
-    and went on is one job to the person who started it."""
+    """The last run and those before it that ended less than `gap` seconds before the next began: a
+    job that was stopped and went on is one job to the person who started it."""
     stretch = found[-1:]
     for run in reversed(found[:-1]):
         if stretch[0].began - run.ended >= gap:

@@ -1,4 +1,5 @@
-"""A report's tables: failed and slowest requests, what was written, the runs; and `text`, which every word passes."""
+"""A report's tables: failed and slowest requests, what was written, the runs; and `text`, which
+every word passes."""
 
 from __future__ import annotations
 
@@ -23,17 +24,31 @@ def tables(facts: Facts) -> Iterable[tuple[str, str, str]]:
     if bad := facts.table.num_rows - int(facts.good.sum()):
         shown = "All of them" if bad <= FAILED else f"{FAILED} of {bad:,}, some of each code"
         note = f"{shown}. The same command with --retry-failed runs them again."
-        yield "Failed requests", note, _failures(_some_of_each(facts.table.filter(pa.array(~facts.good))))
+        yield (
+            "Failed requests",
+            note,
+            _failures(_some_of_each(facts.table.filter(pa.array(~facts.good)))),
+        )
     if facts.good.any():
-        order = np.argsort(-facts.engine_s.sum(0) * facts.good, kind="stable")[: min(SLOWEST, int(facts.good.sum()))]
+        order = np.argsort(-facts.engine_s.sum(0) * facts.good, kind="stable")[
+            : min(SLOWEST, int(facts.good.sum()))
+        ]
         note = "By their share of their engine's time. Expect long contexts and long texts; others are worth a look."
         yield "Slowest requests", note, _slow(facts.table.take(pa.array(order)).to_pylist())
         spread = np.flatnonzero(facts.good)
         spread = spread[np.linspace(0, len(spread) - 1, min(SAMPLED, len(spread))).astype(int)]
         note = "Spread evenly over the run. A text marked “cut off” ended at --max-tokens."
-        yield "A sample of what was written", note, _sample(facts.table.take(pa.array(spread)).to_pylist())
+        yield (
+            "A sample of what was written",
+            note,
+            _sample(facts.table.take(pa.array(spread)).to_pylist()),
+        )
     if facts.runs:
-        yield "Runs", "Start-up of the cluster and the engines is part of a run's time.", _runs(facts)
+        yield (
+            "Runs",
+            "Start-up of the cluster and the engines is part of a run's time.",
+            _runs(facts),
+        )
 
 
 def _some_of_each(failed: pa.Table) -> list[dict[str, Any]]:
@@ -57,7 +72,15 @@ def _failures(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _slow(rows: Sequence[dict[str, Any]]) -> str:
-    head = ("video", "prompt", "#context", "#tokens", "#engine, s", "#decoding, s", "#accepted per round")
+    head = (
+        "video",
+        "prompt",
+        "#context",
+        "#tokens",
+        "#engine, s",
+        "#decoding, s",
+        "#accepted per round",
+    )
     return _table(head, [
         (_name(r), text(_short(r["prompt"])), f"{(r['num_prompt_tokens'] or 0) + (r['num_visual_tokens'] or 0):,}",
          f"{r['num_generated_tokens'] or 0:,}", f"{sum(r[f'{p}_s'] or 0 for p in PHASES):,.2f}",
@@ -88,9 +111,13 @@ def _runs(facts: Facts) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells are HTML; a column whose name begins with # holds numbers."""
     kinds = [' class="n"' if name[0] == "#" else "" for name in head]
-    top = "".join(f"<th{kind}>{name.lstrip('#')}</th>" for kind, name in zip(kinds, head, strict=True))
+    top = "".join(
+        f"<th{kind}>{name.lstrip('#')}</th>" for kind, name in zip(kinds, head, strict=True)
+    )
     body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>\n"
+        "<tr>"
+        + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True))
+        + "</tr>\n"
         for row in rows
     )
     return f"<table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table>"
@@ -113,6 +140,7 @@ def count(number: int, what: str) -> str:
 
 
 def text(value: object) -> str:
-    """Words for the page: nothing in them is markup, and what writes from right to left turns nothing around it."""
+    """Words for the page: nothing in them is markup, and what writes from right to left turns
+    nothing around it."""
     words = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value))
     return html.escape(words, quote=True)

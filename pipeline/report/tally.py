@@ -20,7 +20,9 @@ class Tally:
     rounds: int = 0
     proposed: int = 0
     accepted: int = 0
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # in the engine, by phase
+    seconds: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # in the engine, by phase
 
     @property
     def answered(self) -> int:

@@ -1,4 +1,5 @@
-"""What a decoder is handed and where it puts its frames; shared by the decoders and the process they run in.
+"""What a decoder is handed and where it puts its frames; shared by the decoders and the process
+they run in.
 
 Nothing here, or in what the decoders import, needs torch, so that the process starts fast.
 """
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 import av
 import numpy as np
 
-SLACK = 0.010  # s; at most a quarter of a frame: containers round their time stamps to a millisecond, GIF to ten
+# s; at most a quarter of a frame: containers round their time stamps to a millisecond, GIF to ten
+SLACK = 0.010
 
 
 class DecodeError(Exception):
@@ -40,13 +42,15 @@ class Job:
 
     @property
     def slack(self) -> float:
-        """s by which a frame may begin later than a planned time and still be the one that is meant."""
+        """s by which a frame may begin later than a planned time and still be the one that is
+        meant."""
         return min(SLACK, 0.25 / self.fps)
 
 
 class Sink:
-    """Where a decoder puts what it finds, planned time by planned time: frames one after another into shared memory,
-    with room for all that are planned, and for each time which of them it shows.
+    """Where a decoder puts what it finds, planned time by planned time: frames one after another
+    into shared memory, with room for all that are planned, and for each time which of them it
+    shows.
 
     Attributes:
         pts: s from the first frame, of the frames that were put.
@@ -61,7 +65,8 @@ class Sink:
         os.ftruncate(memory, self.room * math.prod(self.shape))
 
     def put(self, at: float, image: np.ndarray) -> None:
-        """The next planned time's frame, which begins `at` s after the first one; (height, width, 3) uint8."""
+        """The next planned time's frame, which begins `at` s after the first one; (height, width,
+        3) uint8."""
         if len(self.shows) == self.room or image.shape != self.shape or image.dtype != np.uint8:
             raise DecodeError("decode_error", "it gave other frames than were planned")
         os.pwrite(self.memory, np.ascontiguousarray(image).data, len(self.pts) * image.size)
@@ -88,15 +93,22 @@ class Sink:
 
 
 def resize(image: np.ndarray | av.VideoFrame, height: int, width: int, rotation: int) -> np.ndarray:
-    """Bicubic with antialiasing, then turned counter-clockwise. A frame, or (H, W, 3) uint8, to (height, width, 3).
+    """Bicubic with antialiasing, then turned counter-clockwise. A frame, or (H, W, 3) uint8, to
+    (height, width, 3).
 
-    Each colour by itself, in FFmpeg's scaler: that takes a third of the time that Hugging Face's resize does, from
-    which it differs by 0.3 grey levels on average and by 2 at most in 99 of 100 values of real footage. Straight from
-    YUV it would take half of that, but colours would bleed by half a pixel.
-    """
-    frame = av.VideoFrame.from_ndarray(image, format="rgb24") if isinstance(image, np.ndarray) else image
+    Each colour by itself, in FFmpeg's scaler: that takes a third of the time that Hugging Face's
+    resize does, from which it differs by 0.3 grey levels on average and by 2 at most in 99 of 100
+    values of real footage. Straight from YUV it would take half of that, but colours would bleed by
+    half a pixel."""
+    frame = (
+        av.VideoFrame.from_ndarray(image, format="rgb24")
+        if isinstance(image, np.ndarray)
+        else image
+    )
     wide, high = (height, width) if rotation % 180 else (width, height)
     if (frame.width, frame.height) == (wide, high):
         return np.rot90(frame.to_ndarray(format="rgb24"), rotation // 90)
-    scaled = frame.reformat(format="gbrp").reformat(width=wide, height=high, interpolation="BICUBIC")
+    scaled = frame.reformat(format="gbrp").reformat(
+        width=wide, height=high, interpolation="BICUBIC"
+    )
     return np.rot90(scaled.to_ndarray(format="rgb24"), rotation // 90)

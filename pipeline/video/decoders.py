@@ -1,15 +1,14 @@
-"""The decoders, as they run inside a decoding process (`pipeline.video.sandbox`): frames of planned times, resized as they
-come.
+"""The decoders, as they run inside a decoding process (`pipeline.video.sandbox`): frames of planned
+times, resized as they come.
 
-A decoder is a function of a `Job` that tells a `Sink`, planned time by planned time, which frame is shown then: the
-last one that begins no later; where that frame is missing or damaged, the time is lost. At most one group of frames is
-held at full size. Storage is imported for remote files only.
+A decoder is a function of a `Job` that tells a `Sink`, planned time by planned time, which frame is
+shown then: the last one that begins no later; where that frame is missing or damaged, the time is
+lost. At most one group of frames is held at full size. Storage is imported for remote files only.
 
-decord is not given every file. After a seek it counts the frames that come out of the codec, and where some do not, it
-returns other frames than asked for, without an error. Seen with decord2 3.4: H.264 and HEVC with open GOPs or
-intra-refresh, MPEG-4 with B frames, containers without an index (TS, PS, ASF), edit lists. Those are PyAV's, which goes
-by time stamps and is as fast.
-"""
+decord is not given every file. After a seek it counts the frames that come out of the codec, and
+where some do not, it returns other frames than asked for, without an error. Seen with decord2 3.4:
+H.264 and HEVC with open GOPs or intra-refresh, MPEG-4 with B frames, containers without an index
+(TS, PS, ASF), edit lists. Those are PyAV's, which goes by time stamps and is as fast."""
 
 from __future__ import annotations
 
@@ -18,7 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.video.containers import BLOCK, HEAD, Readable, hidden_frames, open_container, sniff, video_stream
+from pipeline.video.containers import (
+    BLOCK,
+    HEAD,
+    Readable,
+    hidden_frames,
+    open_container,
+    sniff,
+    video_stream,
+)
 from pipeline.video.decode_job import DecodeError, Job, Sink, resize
 from pipeline.video.pyav_reader import INDEXED, read_through
 
@@ -28,8 +35,8 @@ _OPEN = frozenset(("h264", "hevc"))  # codecs in which a key frame need not be a
 
 
 def with_decord(job: Job, sink: Sink) -> None:
-    """Frames through decord, for whole files that it reads rightly: one frame that it would have to make up, or that it
-    does not find, fails the attempt."""
+    """Frames through decord, for whole files that it reads rightly: one frame that it would have to
+    make up, or that it does not find, fails the attempt."""
     import decord  # here, so that a decord that does not load costs an attempt, not the process
 
     _fit_for_decord(job.source)
@@ -45,7 +52,9 @@ def _whole(reader: Any, job: Job, sink: Sink) -> None:
     begins, ends = begins - begins[0], ends - begins[0]
     if job.times[-1] > ends[-1] + 1 / job.fps:
         raise DecodeError("decode_error", "its last frames are missing")
-    found = np.maximum(np.searchsorted(begins, np.array(job.times) + job.slack, side="right") - 1, 0)
+    found = np.maximum(
+        np.searchsorted(begins, np.array(job.times) + job.slack, side="right") - 1, 0
+    )
     numbers, counts = np.unique(found, return_counts=True)
     group = max(1, GROUP_BYTES // job.frame_bytes)
     for at in range(0, len(numbers), group):
@@ -57,20 +66,24 @@ def _whole(reader: Any, job: Job, sink: Sink) -> None:
 
 
 def _fit_for_decord(path: str) -> None:
-    """Refuses what decord would read without complaint, but with other frames than are shown at those times."""
+    """Refuses what decord would read without complaint, but with other frames than are shown at
+    those times."""
     demuxer = _known(path, None)
     if demuxer not in INDEXED:
         raise DecodeError("unsuited", "it loses count without an index")
     with open_container(path, demuxer) as container:
         stream = video_stream(container)
-        if stream is not None and (stream.codec_context.reorder_depth or stream.codec_context.name in _OPEN):
+        if stream is not None and (
+            stream.codec_context.reorder_depth or stream.codec_context.name in _OPEN
+        ):
             raise DecodeError("unsuited", "it may lose count after a seek")
         if stream is not None and demuxer == "mov" and hidden_frames(stream):
             raise DecodeError("unsuited", "it shows what an edit list hides")
 
 
 def with_pyav(job: Job, sink: Sink) -> None:
-    """Frames through PyAV, from a local path or, in pieces, from object storage; what is damaged is passed over.
+    """Frames through PyAV, from a local path or, in pieces, from object storage; what is damaged is
+    passed over.
 
     Raises:
         DecodeError: `download` where reading in pieces would read half of a remote file or more.

@@ -1,10 +1,9 @@
 """Which moments of a video are looked at, and at which size: a pure function of its headers.
 
-The rules are Qwen's. Frames: `fps` or `nframes`, in multiples of the temporal patch, evenly from the first to the last
-frame of the chosen part. Size: sides are multiples of the patch × merge size, pixels between a minimum and a maximum,
-and `total_pixels`, given or the model's, is shared evenly by the frames. A model that knows one frame size only
-gets that.
-"""
+The rules are Qwen's. Frames: `fps` or `nframes`, in multiples of the temporal patch, evenly from
+the first to the last frame of the chosen part. Size: sides are multiples of the patch × merge size,
+pixels between a minimum and a maximum, and `total_pixels`, given or the model's, is shared evenly
+by the frames. A model that knows one frame size only gets that."""
 
 from __future__ import annotations
 
@@ -17,16 +16,20 @@ MAX_ASPECT = 200  # longer strips make no sense to any of the models
 
 
 def plan_frames(
-    info: VideoInfo, options: FrameOptions, geometry: Geometry, window: tuple[float, float] | None = None
+    info: VideoInfo,
+    options: FrameOptions,
+    geometry: Geometry,
+    window: tuple[float, float] | None = None,
 ) -> FramePlan:
-    """The sample of one video, or of a `window` of it (s, without the moment it ends), fixed before a frame is decoded.
+    """The sample of one video, or of a `window` of it (s, without the moment it ends), fixed before
+    a frame is decoded.
 
-    Its times count from the first frame's presentation time, ascend, are unique and lie inside the chosen part; there
-    are never more of them than frames in that part. Where the part holds less than one temporal patch, the model's
-    processor repeats the last frame.
+    Its times count from the first frame's presentation time, ascend, are unique and lie inside the
+    chosen part; there are never more of them than frames in that part. Where the part holds less
+    than one temporal patch, the model's processor repeats the last frame.
 
-    Raises:
-        RequestError: `too_few_frames` where the chosen part holds no frame; `invalid_request` for a frame more than
+    Raises: RequestError: `too_few_frames` where the chosen part holds no frame; `invalid_request`
+        for a frame more than
             200 times as long as wide.
     """
     first, last = _part(info, options) if window is None else _window(info, window)
@@ -41,13 +44,19 @@ def plan_frames(
     )
 
 
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Sides nearest to the frame's shape that are multiples of `factor`, their product between the bounds (one
-    `factor` a side at least, which may exceed `max_pixels`). All in pixels."""
-    near_height, near_width = (max(factor, round(side / factor) * factor) for side in (height, width))
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Sides nearest to the frame's shape that are multiples of `factor`, their product between the
+    bounds (one `factor` a side at least, which may exceed `max_pixels`). All in pixels."""
+    near_height, near_width = (
+        max(factor, round(side / factor) * factor) for side in (height, width)
+    )
     if near_height * near_width > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
-        return tuple(max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))  # type: ignore[return-value]
+        return tuple(
+            max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width)
+        )  # type: ignore[return-value]
     if near_height * near_width < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
         return tuple(math.ceil(side * grow / factor) * factor for side in (height, width))  # type: ignore[return-value]
@@ -61,7 +70,9 @@ def _part(info: VideoInfo, options: FrameOptions) -> tuple[int, int]:
     if options.video_end is not None:
         last = min(last, math.floor(options.video_end * info.fps + 1e-6))
     if first > last:
-        raise RequestError("too_few_frames", f"no frame {_described(info, options)}; choose another part")
+        raise RequestError(
+            "too_few_frames", f"no frame {_described(info, options)}; choose another part"
+        )
     return first, last
 
 
@@ -70,7 +81,9 @@ def _window(info: VideoInfo, window: tuple[float, float]) -> tuple[int, int]:
     first = math.ceil(window[0] * info.fps - 1e-6)
     last = min(info.frames, math.ceil(window[1] * info.fps - 1e-6)) - 1
     if first > last:
-        raise RequestError("too_few_frames", f"no frame lies between {window[0]:g} s and {window[1]:g} s")
+        raise RequestError(
+            "too_few_frames", f"no frame lies between {window[0]:g} s and {window[1]:g} s"
+        )
     return first, last
 
 
@@ -92,17 +105,22 @@ def _count(existing: int, video_fps: float, options: FrameOptions, patch: int) -
 
 
 def _spread(first: int, last: int, count: int) -> list[int]:
-    """`count` frame numbers, evenly from `first` to `last`; unique, since there are at least as many."""
+    """`count` frame numbers, evenly from `first` to `last`; unique, since there are at least as
+    many."""
     if count == 1:
         return [first]
     return [first + round(k * (last - first) / (count - 1)) for k in range(count)]
 
 
-def _size(info: VideoInfo, count: int, options: FrameOptions, geometry: Geometry) -> tuple[int, int]:
+def _size(
+    info: VideoInfo, count: int, options: FrameOptions, geometry: Geometry
+) -> tuple[int, int]:
     """Height and width of the frames handed to the model, in pixels."""
     height, width = info.height, info.width
     if max(height, width) > MAX_ASPECT * min(height, width):
-        raise RequestError("invalid_request", f"frames of {width}×{height} are too long and thin for the model")
+        raise RequestError(
+            "invalid_request", f"frames of {width}×{height} are too long and thin for the model"
+        )
     if geometry.frame is not None:
         return geometry.frame
     lowest = geometry.min_pixels if options.min_pixels is None else options.min_pixels

@@ -1,8 +1,8 @@
 """The frames stage: the planned frames of one video, decoded under limits, whatever the file does.
 
-Local files go through decord, then PyAV. Remote ones through PyAV over range requests when the plan needs less than
-half of the file, else they are downloaded to a temporary folder, deleted afterwards, and treated as local.
-"""
+Local files go through decord, then PyAV. Remote ones through PyAV over range requests when the plan
+needs less than half of the file, else they are downloaded to a temporary folder, deleted
+afterwards, and treated as local."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ from pipeline.video.sandbox import Outcome, give_worker, take_worker
 
 __all__ = ["Limits", "decode", "plan_frames"]
 
-DECODERS = {"decord": "pipeline.video.decoders:with_decord", "pyav": "pipeline.video.decoders:with_pyav"}
+DECODERS = {
+    "decord": "pipeline.video.decoders:with_decord",
+    "pyav": "pipeline.video.decoders:with_pyav",
+}
 _DOWNLOAD = "pipeline.video.decoders:download"
-_FINAL = frozenset(("not_found", "access_denied", "storage_error", "not_a_video", "no_video_stream"))  # for any decoder
+_FINAL = frozenset(
+    ("not_found", "access_denied", "storage_error", "not_a_video", "no_video_stream")
+)  # for any decoder
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,10 @@ def decode(
         limits: what it may take; of the deadline each window that the plan is for has one.
         decoders: name to "module:function", in the order in which they are tried.
 
-    Raises:
-        RequestError: `truncated_file` where under half of the planned frames decode, `zero_frames` where none does;
-            `decode_crashed`, `decode_timeout`, `decode_error` where every decoder failed, by the last one's failure;
-            `too_large`; storage's own codes.
+    Raises: RequestError: `truncated_file` where under half of the planned frames decode,
+        `zero_frames` where none does;
+            `decode_crashed`, `decode_timeout`, `decode_error` where every decoder failed, by the
+            last one's failure; `too_large`; storage's own codes.
     """
     local, name = storage.local_path(uri), storage.shown(uri)
     run = _Run(plan, limits, time.monotonic() + limits.deadline * plan.windows, name)
@@ -83,7 +88,15 @@ def decode(
         raise run.failure()
     label, outcome = won
     assert outcome.pixels is not None
-    return Frames(outcome.pixels, outcome.pts, plan.fps, outcome.shows.count(-1), info.rotation, label, outcome.shows)
+    return Frames(
+        outcome.pixels,
+        outcome.pts,
+        plan.fps,
+        outcome.shows.count(-1),
+        info.rotation,
+        label,
+        outcome.shows,
+    )
 
 
 def _remote(run: _Run, job: Job, order: dict[str, str]) -> tuple[str, Outcome] | None:
@@ -92,12 +105,17 @@ def _remote(run: _Run, job: Job, order: dict[str, str]) -> tuple[str, Outcome] |
     if won := run.first_good(job, pieces, more=True):
         return won
     if job.size_bytes > run.limits.download_bytes:
-        raise RequestError("too_large", f"{run.name} has {job.size_bytes} bytes, more than may be downloaded at once")
+        raise RequestError(
+            "too_large",
+            f"{run.name} has {job.size_bytes} bytes, more than may be downloaded at once",
+        )
     with tempfile.TemporaryDirectory(prefix="video-") as folder:
         copy = replace(job, target=str(Path(folder) / "video"))
         outcome = run.attempt(_DOWNLOAD, copy, run.left / 2)
         if outcome.error:
-            raise RequestError(outcome.error[0], f"{run.name} could not be downloaded: {outcome.error[1]}")
+            raise RequestError(
+                outcome.error[0], f"{run.name} could not be downloaded: {outcome.error[1]}"
+            )
         return run.first_good(replace(job, source=copy.target, remote=False), order)
 
 
@@ -115,8 +133,11 @@ class _Run:
     def left(self) -> float:
         return max(0.0, self.ends - time.monotonic())
 
-    def first_good(self, job: Job, order: dict[str, str], more: bool = False) -> tuple[str, Outcome] | None:
-        """The first decoder's result that is good enough; `more` if further attempts follow these."""
+    def first_good(
+        self, job: Job, order: dict[str, str], more: bool = False
+    ) -> tuple[str, Outcome] | None:
+        """The first decoder's result that is good enough; `more` if further attempts follow
+        these."""
         for number, (label, decoder) in enumerate(order.items(), 1):
             last = number == len(order) and not more
             outcome = self._judged(self.attempt(decoder, job, self.left if last else self.left / 2))
@@ -151,7 +172,9 @@ class _Run:
         planned = len(self.plan.times)
         intact = planned - outcome.shows.count(-1)
         if outcome.error is None and self.plan.windows == 1 and 2 * intact < planned:
-            return Outcome(error=("truncated_file", f"only {intact} of {planned} frames are intact"))
+            return Outcome(
+                error=("truncated_file", f"only {intact} of {planned} frames are intact")
+            )
         return outcome
 
     def _note(self, label: str, code: str, reason: str) -> None:

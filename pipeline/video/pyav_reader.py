@@ -1,14 +1,14 @@
 """One pass through a video with PyAV: the frames of planned times, by their time stamps.
 
-A planned time gets the last frame that begins no later than it. Frames come by in presentation order, one at a time;
-only those that settle a planned time are converted and resized. Damage is passed over and noted, so that a time whose
-frame it hit counts as lost instead of getting the frame before.
+A planned time gets the last frame that begins no later than it. Frames come by in presentation
+order, one at a time; only those that settle a planned time are converted and resized. Damage is
+passed over and noted, so that a time whose frame it hit counts as lost instead of getting the frame
+before.
 
-Three things save work. Where the index shows a key frame well ahead, the pass goes there. Before it leaves a place, it
-stops at the last frame that it needs, and lets the codec give out what it holds. And of H.264, frames that no other
-frame refers to are not decoded unless a planned time shows them. Whatever is lost along such short cuts is looked for
-again without them.
-"""
+Three things save work. Where the index shows a key frame well ahead, the pass goes there. Before it
+leaves a place, it stops at the last frame that it needs, and lets the codec give out what it holds.
+And of H.264, frames that no other frame refers to are not decoded unless a planned time shows them.
+Whatever is lost along such short cuts is looked for again without them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from pipeline.video.containers import (
 )
 from pipeline.video.decode_job import DecodeError, Job, Sink, resize
 
-INDEXED = frozenset(("mov", "matroska", "avi", "gif"))  # demuxers that can be trusted to find a key frame
+INDEXED = frozenset(
+    ("mov", "matroska", "avi", "gif")
+)  # demuxers that can be trusted to find a key frame
 REMOTE_SHARE = 0.5  # of a file; from here on it is downloaded instead of read in pieces
 RECENT = 64  # packets that are remembered; codecs reorder 16 at the most
 _TICK = 1e-4  # s; below any frame's duration
@@ -40,8 +42,8 @@ _TICK = 1e-4  # s; below any frame's duration
 def read_through(source: str | Readable, demuxer: str, job: Job, sink: Sink) -> None:
     """Settles all planned times of a video.
 
-    Raises:
-        DecodeError: `download` where reading in pieces would read half of a remote file or more; `no_video_stream`;
+    Raises: DecodeError: `download` where reading in pieces would read half of a remote file or
+        more; `no_video_stream`;
             `truncated_file` where none of the frames is there.
         av.error.FFmpegError: it cannot be opened.
     """
@@ -54,10 +56,16 @@ def read_through(source: str | Readable, demuxer: str, job: Job, sink: Sink) -> 
             raise DecodeError("download", "most of it is needed")
         counting = counts_frames(demuxer, stream)
         short = _Pass(
-            container, stream, job, _Seen(job, sink, counting, stream.time_base), demuxer in INDEXED and not counting
+            container,
+            stream,
+            job,
+            _Seen(job, sink, counting, stream.time_base),
+            demuxer in INDEXED and not counting,
         )
         short.run()
-        if sink.lost and short.cut and not job.remote:  # some streams decode from their key frames only after a while
+        if (
+            sink.lost and short.cut and not job.remote
+        ):  # some streams decode from their key frames only after a while
             sink.clear()
             container.seek(0)
             stream.codec_context.skip_frame = "DEFAULT"
@@ -67,15 +75,26 @@ def read_through(source: str | Readable, demuxer: str, job: Job, sink: Sink) -> 
 
 
 class _Pass:
-    """One way through the stream: `skip` if from key frame to key frame where the index shows a way."""
+    """One way through the stream: `skip` if from key frame to key frame where the index shows a
+    way."""
 
     def __init__(self, container: Any, stream: Any, job: Job, seen: _Seen, skip: bool):
-        self.container, self.stream, self.job, self.seen, self.skip = container, stream, job, seen, skip
+        self.container, self.stream, self.job, self.seen, self.skip = (
+            container,
+            stream,
+            job,
+            seen,
+            skip,
+        )
         self.codec = stream.codec_context
         self.depth = self.codec.reorder_depth
-        self.margin = (self.depth + 1) / job.fps  # s by which a key frame's time in the index may precede its showing
+        self.margin = (
+            self.depth + 1
+        ) / job.fps  # s by which a key frame's time in the index may precede its showing
         self.lag: float | None = None  # s by which it does, once that is known
-        self.stored = skip and container.format.name.startswith("mov")  # decoding times are the file's, not guessed
+        self.stored = skip and container.format.name.startswith(
+            "mov"
+        )  # decoding times are the file's, not guessed
         self.thin = skip and self.codec.name == "h264"
         seen.exact = self.stored and self.codec.name in ("h264", "hevc")
         self.drained = False  # the codec gave out everything, so it can only go on behind a seek
@@ -86,7 +105,9 @@ class _Pass:
         while not seen.done:
             goal, time = seen.next, self.job.times[seen.next]
             key = self._key_before(time) if self.skip else None
-            if goal != again and (self.drained or (key is not None and self._ahead(key, seen.at or 0.0))):
+            if goal != again and (
+                self.drained or (key is not None and self._ahead(key, seen.at or 0.0))
+            ):
                 self._go(time)
             if self._advance(time, self._leaves()):
                 continue
@@ -111,14 +132,20 @@ class _Pass:
         return key is not None and self._ahead(key, times[goal])
 
     def _key_before(self, time: float) -> float | None:
-        """When the last key frame is shown before a planned time, in s; None if the index shows none. It may be a
-        little later, which a seek finds out."""
+        """When the last key frame is shown before a planned time, in s; None if the index shows
+        none. It may be a little later, which a seek finds out."""
         entries = self.stream.index_entries
         back = self.margin if self.lag is None else self.lag - self.job.slack
-        number = entries.search_timestamp(round((time + self.job.start - back) / self.stream.time_base), backward=True)
+        number = entries.search_timestamp(
+            round((time + self.job.start - back) / self.stream.time_base), backward=True
+        )
         if number < 0:
             return None
-        return float(entries[number].timestamp * self.stream.time_base) - self.job.start + (self.lag or 0.0)
+        return (
+            float(entries[number].timestamp * self.stream.time_base)
+            - self.job.start
+            + (self.lag or 0.0)
+        )
 
     def _go(self, time: float) -> None:
         """To the last key frame that is not shown after `time`."""
@@ -134,8 +161,8 @@ class _Pass:
         self.seen.sought = False
 
     def _advance(self, time: float, leaves: bool) -> bool:
-        """Decodes up to the frame that settles the planned `time`, and if it `leaves`, no further. False at the end of
-        the stream, or where a seek went too far."""
+        """Decodes up to the frame that settles the planned `time`, and if it `leaves`, no further.
+        False at the end of the stream, or where a seek went too far."""
         seen, goal, ahead, latest = self.seen, self.seen.next, [], time + self.job.slack
         try:
             for packet in self.container.demux(self.stream):
@@ -187,7 +214,8 @@ class _Pass:
             self.seen.show(frame)
 
     def _drain(self, goal: int) -> bool:
-        """Everything that is shown up to the planned time was sent: settles it by what the codec still holds."""
+        """Everything that is shown up to the planned time was sent: settles it by what the codec
+        still holds."""
         try:
             for frame in self.codec.decode(None):
                 self.seen.show(frame)
@@ -225,11 +253,13 @@ class _Seen:
         self.sent.clear()
 
     def may_show(self, begins: float) -> bool:
-        """Whether a frame that begins then may be the one that a planned time shows: whether none is known that begins
-        between it and the time."""
+        """Whether a frame that begins then may be the one that a planned time shows: whether none
+        is known that begins between it and the time."""
         times, slack = self.job.times, self.job.slack
         number = bisect_left(times, begins - slack, self.next)
-        return number < len(times) and not any(begins < other <= times[number] + slack for other in self.sent)
+        return number < len(times) and not any(
+            begins < other <= times[number] + slack for other in self.sent
+        )
 
     def hole(self, at: float | None) -> None:
         """A frame could not be decoded; `at` is its time in s, if known."""
@@ -281,21 +311,30 @@ class _Seen:
             self.handed = True
 
     def _covered(self, at: float, time: float) -> bool:
-        """Whether damage, or a frame that never came out of the codec, lies between the frame held and `time`."""
+        """Whether damage, or a frame that never came out of the codec, lies between the frame held
+        and `time`."""
         missing = self.exact and any(at + _TICK < sent <= time for sent in self.sent)
         return missing or any(at <= hole <= time for hole in self.holes)
 
 
 def _bytes_read(stream: Any, job: Job) -> int:
-    """Bytes that decoding the planned times reads, at least one block each way; the whole file without an index."""
+    """Bytes that decoding the planned times reads, at least one block each way; the whole file
+    without an index."""
     entries = stream.index_entries
     if len(entries) < 2 or stream.frames == 0:
         return job.size_bytes
     margin = (stream.codec_context.reorder_depth + 1) / job.fps
     needed: set[int] = set()
     for time in job.times:
-        late, early = (round((time + job.start + side * margin) / stream.time_base) for side in (1, -1))
+        late, early = (
+            round((time + job.start + side * margin) / stream.time_base) for side in (1, -1)
+        )
         last = entries.search_timestamp(late, backward=True, any_frame=True)
-        needed.update(range(max(0, entries.search_timestamp(early, backward=True)), max(0, last) + 1))
+        needed.update(
+            range(max(0, entries.search_timestamp(early, backward=True)), max(0, last) + 1)
+        )
     spans = [(entries[number].pos, entries[number].pos + entries[number].size) for number in needed]
-    return len({block for begin, end in spans for block in range(begin // BLOCK, end // BLOCK + 1)}) * BLOCK
+    return (
+        len({block for begin, end in spans for block in range(begin // BLOCK, end // BLOCK + 1)})
+        * BLOCK
+    )

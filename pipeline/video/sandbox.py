@@ -1,10 +1,11 @@
-"""Processes in which decoders run, so that one that spins, aborts or takes all memory can be ended from outside.
+"""Processes in which decoders run, so that one that spins, aborts or takes all memory can be ended
+from outside.
 
-A worker is a small process that has loaded the decoders; every attempt is a fork of it, with its own memory and CPU
-limits, and ends with the attempt. Pixels come back through an anonymous file in memory, never through pickle. The
-worker and its attempts form a process group of their own, which is killed at the deadline. It holds no video's state,
-so it serves any number of files without growing.
-"""
+A worker is a small process that has loaded the decoders; every attempt is a fork of it, with its
+own memory and CPU limits, and ends with the attempt. Pixels come back through an anonymous file in
+memory, never through pickle. The worker and its attempts form a process group of their own, which
+is killed at the deadline. It holds no video's state, so it serves any number of files without
+growing."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Outcome:
     error: tuple[str, str] | None = None
 
 
-# ------------------------------------------------------------------------------------------- the parent's side
+# -------------------------------------------------------------------------------- the parent's side
 
 
 class Worker:
@@ -63,15 +64,22 @@ class Worker:
         )
         if self._line(START_SECONDS) != b"ready\n":
             self.close()
-            raise DecodeError("decode_crashed", "its process did not start; what it said is on standard error")
+            raise DecodeError(
+                "decode_crashed", "its process did not start; what it said is on standard error"
+            )
 
-    def run(self, decoder: str, job: Job, memory_bytes: int, cpu_seconds: int, deadline: float) -> Outcome:
-        """One attempt by the function `decoder` ("module:name"), ended after `deadline` s at the latest."""
+    def run(
+        self, decoder: str, job: Job, memory_bytes: int, cpu_seconds: int, deadline: float
+    ) -> Outcome:
+        """One attempt by the function `decoder` ("module:name"), ended after `deadline` s at the
+        latest."""
         limits = {"memory": memory_bytes, "cpu": cpu_seconds, "deadline": deadline}
         assert self.process.stdin is not None
         os.ftruncate(self.memory, 0)
         try:
-            self.process.stdin.write(json.dumps({"decoder": decoder, "job": asdict(job), **limits}).encode() + b"\n")
+            self.process.stdin.write(
+                json.dumps({"decoder": decoder, "job": asdict(job), **limits}).encode() + b"\n"
+            )
             self.process.stdin.flush()
             status = self._line(deadline)
         except BrokenPipeError:
@@ -94,7 +102,9 @@ class Worker:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # what it was to be told, and did not live to read
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # what it was to be told, and did not live to read
                 pipe.close()
         os.close(self.memory)
 
@@ -132,12 +142,18 @@ def _unpack(memory: int, job: Job) -> Outcome:
 
 
 _idle: list[Worker] = []
-os.register_at_fork(after_in_child=_idle.clear)  # a worker answers the process that started it, no other
+os.register_at_fork(
+    after_in_child=_idle.clear
+)  # a worker answers the process that started it, no other
 
 
 def _settings() -> dict[str, str]:
     """What of the environment decides how storage is reached and code is found."""
-    return {key: value for key, value in os.environ.items() if key.startswith(("AWS_", "FSSPEC_", "PYTHON"))}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key.startswith(("AWS_", "FSSPEC_", "PYTHON"))
+    }
 
 
 def take_worker() -> Worker:
@@ -163,11 +179,12 @@ def close_workers() -> None:
         _idle.pop().close()
 
 
-# ------------------------------------------------------------------------------------------- the worker's side
+# -------------------------------------------------------------------------------- the worker's side
 
 
 def serve(memory: int) -> None:
-    """Answers each line of standard input with the exit status of the fork that did what it says."""
+    """Answers each line of standard input with the exit status of the fork that did what it
+    says."""
     sys.modules["nvidia"] = None  # type: ignore[assignment]  # decord would load all of CUDA: 2 s and 650 MB for nothing
     with contextlib.suppress(ImportError, OSError):  # without it, each attempt by decord says so
         importlib.import_module("decord")
@@ -187,14 +204,17 @@ def serve(memory: int) -> None:
 
 
 def _attempt(memory: int, task: dict[str, Any]) -> None:
-    """The fork's whole life. Decoders write to standard output and error as they like: nobody listens."""
+    """The fork's whole life. Decoders write to standard output and error as they like: nobody
+    listens."""
     silence = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(silence, stream)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (task["memory"], task["memory"]))
     resource.setrlimit(resource.RLIMIT_CPU, (task["cpu"], task["cpu"] + 1))
-    signal.setitimer(signal.ITIMER_REAL, task["deadline"] + 5)  # should nobody be left to hold the deadline
+    signal.setitimer(
+        signal.ITIMER_REAL, task["deadline"] + 5
+    )  # should nobody be left to hold the deadline
     job = Job(**task["job"] | {"times": tuple(task["job"]["times"])})
     module, name = task["decoder"].split(":")
     _report(memory, job, module, name)
@@ -202,7 +222,8 @@ def _attempt(memory: int, task: dict[str, Any]) -> None:
 
 
 def _report(memory: int, job: Job, module: str, name: str) -> None:
-    """Runs the decoder; leaves the frames and, behind room for all planned ones, the report in the shared memory."""
+    """Runs the decoder; leaves the frames and, behind room for all planned ones, the report in the
+    shared memory."""
     error, sink = None, Sink(memory, job)
     try:
         getattr(importlib.import_module(module), name)(job, sink)

@@ -1,8 +1,9 @@
-"""Windows of long videos: one request each, named apart; neighbours are decoded in one pass over the file.
+"""Windows of long videos: one request each, named apart; neighbours are decoded in one pass over
+the file.
 
-One pass never reads more than several: it goes from key frame to key frame where frames are far apart, opens the file
-once, and reads what windows share, and what lies between a key frame and a window's start, once.
-"""
+One pass never reads more than several: it goes from key frame to key frame where frames are far
+apart, opens the file once, and reads what windows share, and what lies between a key frame and a
+window's start, once."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ Window = tuple[float, float]  # s, start and end; the end is the first moment be
 
 
 def windows(info: VideoInfo, options: FrameOptions, seconds: float, overlap: float) -> list[Window]:
-    """The windows of the chosen part of a video, each `seconds` long and beginning `overlap` s before the end of the
-    one before; the last one ends with the part. At least one."""
+    """The windows of the chosen part of a video, each `seconds` long and beginning `overlap` s
+    before the end of the one before; the last one ends with the part. At least one."""
     start = options.video_start or 0.0
     end = info.duration if options.video_end is None else min(options.video_end, info.duration)
     step, found = seconds - overlap, [start]
     while found[-1] + seconds + REST * seconds < end:
         found.append(start + len(found) * step)
-    return [(begin, begin + seconds) for begin in found[:-1]] + [(found[-1], max(end, found[-1] + 1e-3))]
+    return [(begin, begin + seconds) for begin in found[:-1]] + [
+        (found[-1], max(end, found[-1] + 1e-3))
+    ]
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,16 @@ class Span:
 
 
 def spans(requests: Iterable[Planned]) -> Iterator[Span]:
-    """Requests that share a video, or are about neighbouring windows of one, in the order in which they first come."""
+    """Requests that share a video, or are about neighbouring windows of one, in the order in which
+    they first come."""
     groups: dict[str, list[Planned]] = {}
     for request in requests:
         groups.setdefault(request.footage, []).append(request)
     members: list[list[Planned]] = []
     for group in groups.values():
-        if members and (not _together(members, group[0]) or _of([*members, group]).nbytes > SPAN_BYTES):
+        if members and (
+            not _together(members, group[0]) or _of([*members, group]).nbytes > SPAN_BYTES
+        ):
             yield _of(members)
             members = []
         members.append(group)
@@ -77,18 +83,23 @@ def merged(plans: Sequence[FramePlan]) -> FramePlan:
     if len(plans) == 1:
         return plans[0]
     times = tuple(sorted({time for plan in plans for time in plan.times}))
-    return replace(plans[0], times=times, tokens=sum(plan.tokens for plan in plans), windows=len(plans))
+    return replace(
+        plans[0], times=times, tokens=sum(plan.tokens for plan in plans), windows=len(plans)
+    )
 
 
-def part(frames: Frames, whole: FramePlan, plan: FramePlan) -> tuple[Frames | RequestError, tuple[int, ...]]:
-    """Of a pass's frames those of one of its windows: what is known of them, and their numbers among all.
+def part(
+    frames: Frames, whole: FramePlan, plan: FramePlan
+) -> tuple[Frames | RequestError, tuple[int, ...]]:
+    """Of a pass's frames those of one of its windows: what is known of them, and their numbers
+    among all.
 
     Args:
         frames: of the pass; pixels are neither needed nor handed on.
         whole, plan: the pass's plan and the window's.
 
-    Returns:
-        An error `truncated_file` where under half of the window's moments have a frame, `zero_frames` where none has.
+    Returns: An error `truncated_file` where under half of the window's moments have a frame,
+        `zero_frames` where none has.
     """
     if whole.windows == 1:
         return frames, tuple(range(len(frames.pts)))

@@ -1,8 +1,9 @@
-"""The bytes of a decode step, and what follows from them alone: where the savings of sparse projections and of a sparse
-KV cache cross, and how much faster a step that reads less can be (Crossover §3).
+"""The bytes of a decode step, and what follows from them alone: where the savings of sparse
+projections and of a sparse KV cache cross, and how much faster a step that reads less can be
+(Crossover §3).
 
-Symbols as in the paper: P projection weights a layer, h_kv KV heads, d_h head size, n context, r_P and r_KV kept
-fractions, u_B the fraction of projection weights that any of B sequences activates.
+Symbols as in the paper: P projection weights a layer, h_kv KV heads, d_h head size, n context, r_P
+and r_KV kept fractions, u_B the fraction of projection weights that any of B sequences activates.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ SCALE_BITS = {"int8": 0.0, "int4": 1.0}  # 4 bits have a scale of 2 × 16 bits p
 
 @dataclass(frozen=True)
 class Account:
-    """A text stack's dimensions, and how large the model around it is. Bytes are per weight and per cache element.
+    """A text stack's dimensions, and how large the model around it is. Bytes are per weight and per
+    cache element.
 
     Args:
         parameters: of the whole model; 0 where only what a step reads is asked for.
@@ -77,17 +79,23 @@ class Account:
             **_tower_of(getattr(config, "vision_config", None)),
         )
 
-    # ------------------------------------------------------------------------------------------------ what a step reads
+    # ---------------------------------------------------------------------------- what a step reads
 
     @property
     def projections(self) -> int:
-        """P: weights of one layer's seven projections (of the active experts; a router's beside them)."""
+        """P: weights of one layer's seven projections (of the active experts; a router's beside
+        them)."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate * self.experts + self.hidden * self.router
+        return (
+            attention
+            + 3 * self.hidden * self.intermediate * self.experts
+            + self.hidden * self.router
+        )
 
     @property
     def packable(self) -> int:
-        """Weights of one layer that low-bit copies are made of; those of experts that a router chooses are not."""
+        """Weights of one layer that low-bit copies are made of; those of experts that a router
+        chooses are not."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         return attention + (0 if self.router else 3 * self.hidden * self.intermediate)
 
@@ -98,7 +106,8 @@ class Account:
 
     @property
     def head_bytes(self) -> float:
-        """The output head is read in each step, tied to the embedding or not; of an embedding only a row is."""
+        """The output head is read in each step, tied to the embedding or not; of an embedding only
+        a row is."""
         return self.hidden * self.vocabulary * self.weight_bytes
 
     @property
@@ -106,7 +115,9 @@ class Account:
         """Keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
 
-    def step_bytes(self, entries: Sequence[float], draft: Draft | None = None, shared: Sequence[float] = ()) -> float:
+    def step_bytes(
+        self, entries: Sequence[float], draft: Draft | None = None, shared: Sequence[float] = ()
+    ) -> float:
         """What one step of a batch reads.
 
         Args:
@@ -114,9 +125,13 @@ class Account:
             draft: its weights in place of the model's.
             shared: entries of each prefix that rows share, counted once.
         """
-        return self.weights_read(draft, len(entries)) + (sum(entries) + sum(shared)) * self.kv_read(draft)
+        return self.weights_read(draft, len(entries)) + (sum(entries) + sum(shared)) * self.kv_read(
+            draft
+        )
 
-    def weights_read(self, draft: Draft | None = None, rows: int = 1, union: float | None = None) -> float:
+    def weights_read(
+        self, draft: Draft | None = None, rows: int = 1, union: float | None = None
+    ) -> float:
         """Projections and head.
 
         Args:
@@ -136,10 +151,11 @@ class Account:
         """Bytes of one entry, of the layers that a draft runs through."""
         return self.entry_bytes * (draft.depth if draft else 1.0)
 
-    # ----------------------------------------------------------------------------------------- crossovers and bounds
+    # ------------------------------------------------------------------------ crossovers and bounds
 
     def crossover(self, keep_kv: float, union: float, rows: int = 1) -> float:
-        """n*_B: the context, of each of B sequences, from which on the KV cache's saving is the larger one.
+        """n*_B: the context, of each of B sequences, from which on the KV cache's saving is the
+        larger one.
 
         Args:
             keep_kv: r_KV.
@@ -149,13 +165,18 @@ class Account:
         return saved / (2 * rows * self.kv_heads * self.head_dim * (1 - keep_kv))
 
     def budget_crossover(self, budget: float, union: float, rows: int = 1) -> float:
-        """The same where the cache keeps `budget` entries whatever the context: r_KV = b/n, valid above b."""
+        """The same where the cache keeps `budget` entries whatever the context: r_KV = b/n, valid
+        above b."""
         return budget + self.crossover(0.0, union, rows)
 
     def bounds(self, context: float, keep_kv: float, keep_p: float) -> tuple[float, float, float]:
-        """How much faster a single sequence's step can be by sparse projections, by a sparse cache, and by both."""
+        """How much faster a single sequence's step can be by sparse projections, by a sparse cache,
+        and by both."""
         total = self.step_bytes([context])
-        by_p, by_kv = self.projection_bytes * (1 - keep_p), context * self.entry_bytes * (1 - keep_kv)
+        by_p, by_kv = (
+            self.projection_bytes * (1 - keep_p),
+            context * self.entry_bytes * (1 - keep_kv),
+        )
         return total / (total - by_p), total / (total - by_kv), total / (total - by_p - by_kv)
 
 
@@ -165,7 +186,9 @@ def _tower_of(vision: Any) -> dict[str, Any]:
         return {}
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     inner = getattr(vision, "intermediate_size", None) or round(width * vision.mlp_ratio)
-    simple = vision.hidden_act.startswith("gelu")  # gated, or sigmoids of their own: one tensor more
+    simple = vision.hidden_act.startswith(
+        "gelu"
+    )  # gated, or sigmoids of their own: one tensor more
     turns = hasattr(vision, "temporal_patch_size")
     return {
         "tower_mlp": (2 if simple else 3) * inner,
@@ -177,15 +200,18 @@ def _tower_of(vision: Any) -> dict[str, Any]:
 
 
 def tokens_per_round(acceptance: float, gamma: int) -> float:
-    """Expected tokens of a round whose drafts are each accepted with this probability: (1 − a^(γ+1)) / (1 − a)."""
-    return float(gamma + 1) if acceptance >= 1 else (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
+    """Expected tokens of a round whose drafts are each accepted with this probability: (1 −
+    a^(γ+1)) / (1 − a)."""
+    return (
+        float(gamma + 1) if acceptance >= 1 else (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
+    )
 
 
 @dataclass(frozen=True)
 class Chances:
-    """How likely the tokens of a draft are accepted: at each place the probability if all before it were. The last one
-    holds for all places behind it. A model's draft has much the same everywhere; what is looked up is either wrong at
-    once or right for long."""
+    """How likely the tokens of a draft are accepted: at each place the probability if all before it
+    were. The last one holds for all places behind it. A model's draft has much the same everywhere;
+    what is looked up is either wrong at once or right for long."""
 
     by_place: tuple[float, ...]
 
@@ -198,8 +224,9 @@ class Chances:
         return sum(self._reached(gamma))
 
     def rounds(self, tokens: float, gamma: int) -> float:
-        """Expected rounds of γ until so many tokens are written: a text does not end where a round does, so the last
-        one writes some in vain. Of a renewal process, far from its start; at least one."""
+        """Expected rounds of γ until so many tokens are written: a text does not end where a round
+        does, so the last one writes some in vain. Of a renewal process, far from its start; at
+        least one."""
         reached = self._reached(gamma)
         each = sum(reached)
         vain = sum(place * reach for place, reach in enumerate(reached)) / each
@@ -221,8 +248,8 @@ class Chances:
 
 
 def chances(accepted: Sequence[float], refused: Sequence[float]) -> Chances:
-    """By how often the token at each place was accepted, and refused where all before it were accepted; never 0 or 1.
-    A place with few cases is taken to be like the one before it."""
+    """By how often the token at each place was accepted, and refused where all before it were
+    accepted; never 0 or 1. A place with few cases is taken to be like the one before it."""
     found: list[float] = []
     for yes, no in zip(accepted, refused, strict=True):
         found.append((yes + (found[-1] if found else 0.5)) / (yes + no + 1))
@@ -230,8 +257,8 @@ def chances(accepted: Sequence[float], refused: Sequence[float]) -> Chances:
 
 
 def judged(results: Sequence[Result]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How often what rows drafted was accepted at each place, and refused there, as `chances` takes them. A row's last
-    round may have been cut by its end, which is no refusal."""
+    """How often what rows drafted was accepted at each place, and refused there, as `chances` takes
+    them. A row's last round may have been cut by its end, which is no refusal."""
     places = range(max((len(r.accept_counts) for r in results), default=1) - 1)
     accepted = [sum(sum(r.accept_counts[place + 1 :]) for r in results) for place in places]
     refused = [sum(sum(r.refuse_counts[place : place + 1]) for r in results) for place in places]
@@ -240,5 +267,6 @@ def judged(results: Sequence[Result]) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def speedup(tokens: float, gamma: int, draft: float, verify: float, dense: float) -> float:
-    """Of rounds of γ draft steps and a verification over dense steps; times, or bytes for the bound."""
+    """Of rounds of γ draft steps and a verification over dense steps; times, or bytes for the
+    bound."""
     return tokens * dense / (gamma * draft + verify)

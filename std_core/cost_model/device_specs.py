@@ -9,8 +9,8 @@ from std_core.cost_model.account import Account
 from std_core.cost_model.profile import Accepted, Cost, Device, Profile, Tried
 from std_core.types import Draft
 
-# bytes/s, bytes, FLOP/s of dense bf16 matrix products, as their makers give them; the first whose words are all in a
-# device's name
+# bytes/s, bytes, FLOP/s of dense bf16 matrix products, as their makers give them; the first whose
+# words are all in a device's name
 PUBLISHED = {
     "A100-80G": (("A100", "80G"), 2.039e12, 80e9, 312e12),
     "A100-40G": (("A100", "40G"), 1.555e12, 40e9, 312e12),
@@ -27,7 +27,8 @@ READS = 0.6  # of the bandwidth that a step reaches where nothing was measured
 MULTIPLIES = 0.4  # of the matrix products' peak that prefill and vision reach
 SPREAD = (0.65, 2.0)  # 0.9 and 0.3 in place of those
 LAUNCH = 2e-5  # s that a layer's kernels take to start
-# acceptances as they were reported or measured on other models: a ratio that is to be replaced by what a run sees
+# acceptances as they were reported or measured on other models: a ratio that is to be replaced by
+# what a run sees
 EXPECTED = {
     Draft("std"): 0.90,
     Draft("std", weights="int8"): 0.88,
@@ -46,18 +47,25 @@ def device_at_hand(device: str) -> Device:
     if device != "cpu":
         import torch  # a driver plans with devices that are elsewhere, and without it
 
-        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+        name, memory = (
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_properties(device).total_memory,
+        )
         known = published_name(name)
         _, bandwidth, _, flops = PUBLISHED[known] if known else ((), 1e12, 0, 1e14)
         return Device(name, "cuda", bandwidth, float(memory), flops)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device(f"{_processor()}, {os.cpu_count()} cores", "cpu", CPU_BANDWIDTH, float(memory), CPU_FLOPS)
+    return Device(
+        f"{_processor()}, {os.cpu_count()} cores", "cpu", CPU_BANDWIDTH, float(memory), CPU_FLOPS
+    )
 
 
 def published_name(name: str) -> str | None:
     """The entry of `PUBLISHED` that a device's name belongs to."""
     plain = name.upper().replace(" ", "")
-    return next((known for known, (words, *_) in PUBLISHED.items() if all(w in plain for w in words)), None)
+    return next(
+        (known for known, (words, *_) in PUBLISHED.items() if all(w in plain for w in words)), None
+    )
 
 
 def published(name: str) -> Device:
@@ -67,14 +75,23 @@ def published(name: str) -> Device:
 
 
 def unmeasured(device: Device, account: Account, model: str, dtype: str) -> Profile:
-    """A profile without a measurement; on a CPU, of which too little is known beforehand, it leaves no choice."""
+    """A profile without a measurement; on a CPU, of which too little is known beforehand, it leaves
+    no choice."""
     work = 2 / (MULTIPLIES * device.flops)  # s of a multiplication and its sum
     text = account.layers * account.projections
     cost = Cost(
-        1 / READS, LAUNCH * account.layers, text * work, 2 * account.layers * account.heads * account.head_dim * work
+        1 / READS,
+        LAUNCH * account.layers,
+        text * work,
+        2 * account.layers * account.heads * account.head_dim * work,
     )
     tried = [
-        Tried(draft, cost, (0.0, account.layers * account.heads * account.head_dim * work), _expected(rate))
+        Tried(
+            draft,
+            cost,
+            (0.0, account.layers * account.heads * account.head_dim * work),
+            _expected(rate),
+        )
         for draft, rate in EXPECTED.items()
         if device.kind == "cuda"
     ]
@@ -104,4 +121,7 @@ def _processor() -> str:
     """The processor's name, as Linux has it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        "unknown CPU",
+    )

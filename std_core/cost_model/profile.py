@@ -1,9 +1,9 @@
-"""What a device and a model do together, in few numbers: byte times, a cost per branch beyond them, acceptance.
+"""What a device and a model do together, in few numbers: byte times, a cost per branch beyond them,
+acceptance.
 
-A step's time is its bytes over the device's bandwidth and a kernel cost (Crossover §4.3, Appendix D): constant, by the
-token, and by the entry that a token looks at. Measured by `jobs/calibrate.py`; where nothing was measured, from what is
-published of a device.
-"""
+A step's time is its bytes over the device's bandwidth and a kernel cost (Crossover §4.3, Appendix
+D): constant, by the token, and by the entry that a token looks at. Measured by `jobs/calibrate.py`;
+where nothing was measured, from what is published of a device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ from std_core.cost_model.account import Account, Chances, chances
 from std_core.types import Draft
 
 VERSION = 3
-RETRIEVES = 0.9  # of what the dense loop finds, that a draft has to find whose text nothing verifies
-KINDS = ("caption", "question")  # of prompts, as texts differ in length and in how well they can be foretold
+RETRIEVES = (
+    0.9  # of what the dense loop finds, that a draft has to find whose text nothing verifies
+)
+KINDS = (
+    "caption",
+    "question",
+)  # of prompts, as texts differ in length and in how well they can be foretold
 
 
 @dataclass(frozen=True)
 class Device:
-    """`name` as its driver or the system has it; bytes/s, bytes, FLOP/s of 16-bit matrix products."""
+    """`name` as its driver or the system has it; bytes/s, bytes, FLOP/s of 16-bit matrix
+    products."""
 
     name: str
     kind: str  # cuda or cpu
@@ -36,10 +42,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step: `scale` × byte time + `constant` + `token` × tokens + `entry` × entries that they look at.
+    """Seconds of a step: `scale` × byte time + `constant` + `token` × tokens + `entry` × entries
+    that they look at.
 
-    `residual`: median and 90th percentile of the fit's relative errors; zeros where nothing was fitted.
-    """
+    `residual`: median and 90th percentile of the fit's relative errors; zeros where nothing was
+    fitted."""
 
     scale: float = 1.0
     constant: float = 0.0
@@ -77,8 +84,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Drafted tokens at a context and kind of prompt, by their place in a round: how often they were accepted, and how
-    often refused where all before them were accepted. `drawn`: of texts that are drawn at temperature 1, not greedy."""
+    """Drafted tokens at a context and kind of prompt, by their place in a round: how often they
+    were accepted, and how often refused where all before them were accepted. `drawn`: of texts that
+    are drawn at temperature 1, not greedy."""
 
     context: int
     kind: str
@@ -89,7 +97,8 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Questions on places of a context, and how many the dense loop and a draft alone answered rightly."""
+    """Questions on places of a context, and how many the dense loop and a draft alone answered
+    rightly."""
 
     context: int
     asked: int
@@ -98,7 +107,8 @@ class Retrieved:
 
     @property
     def enough(self) -> bool:
-        """Whether the draft finds nearly all that the model finds, and the model finds enough to tell."""
+        """Whether the draft finds nearly all that the model finds, and the model finds enough to
+        tell."""
         return 2 * self.dense >= self.asked and self.sparse >= RETRIEVES * self.dense
 
 
@@ -106,10 +116,9 @@ class Retrieved:
 class Tried:
     """A draft as it was calibrated; its γ is left to the scheduler.
 
-    Args:
-        once: seconds of selection, gather and a second model's prefill, per request and per token of its context.
-        pair: the second model's account, if there is one.
-        retrieved: by the draft alone, where it was asked to.
+    Args: once: seconds of selection, gather and a second model's prefill, per request and per token
+        of its context. pair: the second model's account, if there is one. retrieved: by the draft
+        alone, where it was asked to.
     """
 
     draft: Draft
@@ -120,13 +129,16 @@ class Tried:
     retrieved: tuple[Retrieved, ...] = ()
 
     def accepts(self, context: float, kind: str, drawn: bool = False) -> Chances:
-        """Of what was measured in this way of choosing tokens and of this kind of prompt, if any was: all contexts, the
-        nearer ones more, since a few texts tell less than acceptance changes between two of them."""
+        """Of what was measured in this way of choosing tokens and of this kind of prompt, if any
+        was: all contexts, the nearer ones more, since a few texts tell less than acceptance changes
+        between two of them."""
         alike = [a for a in self.acceptance if a.drawn == drawn] or self.acceptance
         same = [a for a in alike if a.kind == kind] or alike
         away = [abs(math.log2(max(1.0, context) / max(1, a.context))) for a in same]
         nearer = [2.0 ** (min(away) ** 2 - octaves**2) for octaves in away]  # halved an octave away
-        return chances(*(_weighed([getattr(a, of) for a in same], nearer) for of in ("accepted", "refused")))
+        return chances(
+            *(_weighed([getattr(a, of) for a in same], nearer) for of in ("accepted", "refused"))
+        )
 
 
 @dataclass(frozen=True)
@@ -162,8 +174,13 @@ class Profile:
     version: int = VERSION
 
     def union_of(self, draft: Draft, rows: int) -> float | None:
-        """u_B of the nearest batch that was measured; None where none was, or the draft uses all channels."""
-        known = [(abs(math.log(rows / b)), u) for channels, b, u in self.union if channels == draft.channels]
+        """u_B of the nearest batch that was measured; None where none was, or the draft uses all
+        channels."""
+        known = [
+            (abs(math.log(rows / b)), u)
+            for channels, b, u in self.union
+            if channels == draft.channels
+        ]
         return min(known)[1] if known and draft.channels < 1 else None
 
     def prefill_s(self, tokens: float) -> float:
@@ -181,8 +198,9 @@ def _weighed(counts: Sequence[Sequence[int]], weights: Sequence[float]) -> list[
 def non_negative(
     table: Sequence[Sequence[float]], values: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, float]]:
-    """The weights ≥ 0 of a table's columns that come nearest to the values, by the sum of squared relative errors; and
-    those errors' median and 90th percentile. Columns are few: every subset is tried."""
+    """The weights ≥ 0 of a table's columns that come nearest to the values, by the sum of squared
+    relative errors; and those errors' median and 90th percentile. Columns are few: every subset is
+    tried."""
     goal = np.asarray(values, float)
     rows = np.asarray(table, float) / goal[:, None]
     size = np.abs(rows).max(0)
@@ -200,7 +218,7 @@ def non_negative(
     return tuple(map(float, weights)), (float(np.median(errors)), float(np.quantile(errors, 0.9)))
 
 
-# --------------------------------------------------------------------------------------------------------------- JSON
+# --------------------------------------------------------------------------------------------- JSON
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
@@ -250,4 +268,11 @@ def _tried(content: Mapping[str, Any]) -> Tried:
     )
     pair = _account(content["pair"])
     retrieved = tuple(Retrieved(**r) for r in content["retrieved"])
-    return Tried(Draft(**content["draft"]), _cost(content["cost"]), tuple(content["once"]), accepted, pair, retrieved)
+    return Tried(
+        Draft(**content["draft"]),
+        _cost(content["cost"]),
+        tuple(content["once"]),
+        accepted,
+        pair,
+        retrieved,
+    )

@@ -1,4 +1,5 @@
-"""Acceptance: how much of a draft the full model confirms. Pure tensor functions, no row waits for another."""
+"""Acceptance: how much of a draft the full model confirms. Pure tensor functions, no row waits for
+another."""
 
 from __future__ import annotations
 
@@ -6,15 +7,14 @@ import torch
 
 
 def accept_equal(drafted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Leading drafted tokens that equal the full model's own choice at their place (Sparse-to-Dense §3.1): for greedy
-    rows, and for rows whose draft and full model draw with the same noise.
+    """Leading drafted tokens that equal the full model's own choice at their place (Sparse-to-Dense
+    §3.1): for greedy rows, and for rows whose draft and full model draw with the same noise.
 
-    Args:
-        drafted: (B, γ).
-        target: (B, γ + 1), the full model's choice after the row's last token and after each drafted one.
+    Args: drafted: (B, γ). target: (B, γ + 1), the full model's choice after the row's last token
+        and after each drafted one.
 
-    Returns:
-        (B,) n, 0 ≤ n ≤ γ. What the round adds to a row is `target[:, : n + 1]`: n confirmed tokens and the bonus.
+    Returns: (B,) n, 0 ≤ n ≤ γ. What the round adds to a row is `target[:, : n + 1]`: n confirmed
+        tokens and the bonus.
     """
     return (drafted == target[:, :-1]).long().cumprod(1).sum(1)
 
@@ -22,8 +22,8 @@ def accept_equal(drafted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def accept_sampled(
     drafted: torch.Tensor, q: torch.Tensor, p: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Speculative sampling: a drafted token stays with probability min(1, p/q); the first that does not is drawn again
-    from what p has above q, so what is written is distributed as p.
+    """Speculative sampling: a drafted token stays with probability min(1, p/q); the first that does
+    not is drawn again from what p has above q, so what is written is distributed as p.
 
     Args:
         drafted: (B, γ), drawn from q.

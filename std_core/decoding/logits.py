@@ -1,5 +1,6 @@
-"""The processors of logits that requests can ask for, for all rows at once and with lengths on the device: what rounds
-bend logits with. Bit for bit what `sampling.bend` has from transformers' own, row by row."""
+"""The processors of logits that requests can ask for, for all rows at once and with lengths on the
+device: what rounds bend logits with. Bit for bit what `sampling.bend` has from transformers' own,
+row by row."""
 
 from __future__ import annotations
 
@@ -35,16 +36,25 @@ class Bends:
     cuts: bool
 
     @classmethod
-    def of(cls, rules: Sequence[Rule | None], vocabulary: int, device: torch.device) -> Bends | None:
+    def of(
+        cls, rules: Sequence[Rule | None], vocabulary: int, device: torch.device
+    ) -> Bends | None:
         """None where a row has a processor that is not known here."""
         rows = [_row(rule.processors if rule is not None else [], vocabulary) for rule in rules]
         if not all(rows):
             return None
-        penalty, least, temperature, top_k, tail, stops = zip(*(row for row in rows if row), strict=True)
+        penalty, least, temperature, top_k, tail, stops = zip(
+            *(row for row in rows if row), strict=True
+        )
         most = max(1, *map(len, stops))
-        numbers = [torch.tensor(x, dtype=torch.float32, device=device) for x in (penalty, temperature, tail)]
+        numbers = [
+            torch.tensor(x, dtype=torch.float32, device=device)
+            for x in (penalty, temperature, tail)
+        ]
         counts = [torch.tensor(x, device=device) for x in (least, top_k)]
-        padded = torch.tensor([[*ids, *[ids[0] if ids else 0] * (most - len(ids))] for ids in stops], device=device)
+        padded = torch.tensor(
+            [[*ids, *[ids[0] if ids else 0] * (most - len(ids))] for ids in stops], device=device
+        )
         return cls(
             numbers[0],
             counts[0],
@@ -58,9 +68,11 @@ class Bends:
             any(top_k) or any(t >= 0 for t in tail),
         )
 
-    def apply(self, logits: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """As `sampling.bend`, and like it at times in place: logits (B, T, vocabulary); history (B, capacity), of which
-        `lengths` (B,) lie before the first position."""
+    def apply(
+        self, logits: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """As `sampling.bend`, and like it at times in place: logits (B, T, vocabulary); history (B,
+        capacity), of which `lengths` (B,) lie before the first position."""
         scores = logits.float()
         if self.penalises:
             scores = self._penalised(scores, history, lengths)
@@ -71,11 +83,15 @@ class Bends:
             scores.scatter_(2, stops, scores.gather(2, stops).masked_fill(early, float("-inf")))
         if self.heats:
             scores = scores.div_(self.temperature[:, None, None])
-        for t in range(scores.shape[1]) if self.cuts else ():  # one by one: an order takes seven times a score's bytes
+        for t in (
+            range(scores.shape[1]) if self.cuts else ()
+        ):  # one by one: an order takes seven times a score's bytes
             scores[:, t : t + 1] = self._cut(scores[:, t : t + 1])
         return scores
 
-    def _penalised(self, scores: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def _penalised(
+        self, scores: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
         vocabulary = scores.shape[-1]
         behind = torch.arange(history.shape[1], device=history.device) >= lengths[:, None]
         seen = _marked(history.clamp(max=vocabulary).masked_fill(behind, vocabulary), vocabulary)
@@ -85,19 +101,27 @@ class Bends:
                 newest = history.gather(1, (lengths + t - 1)[:, None]).clamp(max=vocabulary)
                 seen = seen.scatter(1, newest, True)
             row = scores[:, t]
-            scores[:, t] = torch.where(seen[:, :-1], torch.where(row < 0, row * penalty, row / penalty), row)
+            scores[:, t] = torch.where(
+                seen[:, :-1], torch.where(row < 0, row * penalty, row / penalty), row
+            )
         return scores
 
     def _cut(self, scores: torch.Tensor) -> torch.Tensor:
         """Top-k, then top-p, off one order."""
         vocabulary = scores.shape[-1]
         ordered, index = scores.sort(dim=-1)
-        kth = (vocabulary - self.top_k).clamp(min=0, max=vocabulary - 1)[:, None, None].expand(-1, scores.shape[1], 1)
+        kth = (
+            (vocabulary - self.top_k)
+            .clamp(min=0, max=vocabulary - 1)[:, None, None]
+            .expand(-1, scores.shape[1], 1)
+        )
         floor = ordered.gather(2, kth).masked_fill((self.top_k == 0)[:, None, None], float("-inf"))
         ordered = ordered.masked_fill(ordered < floor, float("-inf"))
         low = ordered.softmax(-1).cumsum(-1) <= self.tail[:, None, None]
         low = low & (torch.arange(vocabulary, device=scores.device) < vocabulary - 1)  # one stays
-        return scores.masked_fill(torch.empty_like(low).scatter(2, index, low) | (scores < floor), float("-inf"))
+        return scores.masked_fill(
+            torch.empty_like(low).scatter(2, index, low) | (scores < floor), float("-inf")
+        )
 
 
 def _marked(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -113,10 +137,16 @@ def _row(
     penalty, least, temperature, top_k, tail = 1.0, 0, 1.0, 0, -1.0
     stops: list[int] = []
     for asked in processors:
-        if isinstance(asked, RepetitionPenaltyLogitsProcessor) and asked.prompt_ignore_length is None:
+        if (
+            isinstance(asked, RepetitionPenaltyLogitsProcessor)
+            and asked.prompt_ignore_length is None
+        ):
             penalty = asked.penalty
         elif isinstance(asked, MinNewTokensLengthLogitsProcessor):
-            least, stops = asked.prompt_length_to_skip + asked.min_new_tokens, asked.eos_token_id.tolist()
+            least, stops = (
+                asked.prompt_length_to_skip + asked.min_new_tokens,
+                asked.eos_token_id.tolist(),
+            )
         elif isinstance(asked, TemperatureLogitsWarper):
             temperature = asked.temperature
         elif isinstance(asked, TopKLogitsWarper):

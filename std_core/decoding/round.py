@@ -1,5 +1,6 @@
-"""One round of decoding: draft, verify, accept, commit (Sparse-to-Dense §3.1). A dense step is a round that drafts
-nothing, an unverified one a round that only drafts. All tensors are per row; no row waits for another's length."""
+"""One round of decoding: draft, verify, accept, commit (Sparse-to-Dense §3.1). A dense step is a
+round that drafts nothing, an unverified one a round that only drafts. All tensors are per row; no
+row waits for another's length."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ View = Literal["own", "kept", "second"]
 
 @dataclass
 class Slots:
-    """The rows that decode together. Filled by the engine at admission, moved on by `decode_round`."""
+    """The rows that decode together. Filled by the engine at admission, moved on by
+    `decode_round`."""
 
     prefix: Cache  # what questions on one video share
     own: Cache  # each row's entries behind it
@@ -35,7 +37,9 @@ class Slots:
     written: torch.Tensor  # (B,) tokens of the output
     left: torch.Tensor  # (B,) tokens it may still write
     active: torch.Tensor  # (B,) bool
-    history: torch.Tensor  # (B, capacity) ids of prompt, output and, behind them, the draft under way
+    history: (
+        torch.Tensor
+    )  # (B, capacity) ids of prompt, output and, behind them, the draft under way
     stop_ids: torch.Tensor  # (B, n) padded with -1
     rules: list[Rule | None]
     draws: Draws
@@ -43,9 +47,15 @@ class Slots:
     generator: torch.Generator
     vocabulary: int
     view: View = "own"
-    strict: int = 0  # tokens per row to which every verification is padded, if its shape is to be fixed
-    bends: Bends | None = None  # the rows' processors in tensors, unless there is one that is not known there
-    ahead: int = 0  # entries that a round may write behind a row's: room made at admission. 0: rounds make their own
+    strict: int = (
+        0  # tokens per row to which every verification is padded, if its shape is to be fixed
+    )
+    bends: Bends | None = (
+        None  # the rows' processors in tensors, unless there is one that is not known there
+    )
+    # entries that a round may write behind a row's: room made at admission. 0: rounds make their
+    # own
+    ahead: int = 0
 
     @classmethod
     def empty(cls, model: Model, count: int, generator: torch.Generator, strict: int = 0) -> Slots:
@@ -86,7 +96,8 @@ class Slots:
         return self.history.gather(1, places.clamp(min=0))
 
     def bent(self, logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Scores as each row's sampling has them; logits (B, T, vocabulary) behind `lengths` (B,) tokens."""
+        """Scores as each row's sampling has them; logits (B, T, vocabulary) behind `lengths` (B,)
+        tokens."""
         if self.bends is not None:
             return self.bends.apply(logits, self.history, lengths)
         return bend(logits, self.rules, self.history, lengths)
@@ -98,7 +109,8 @@ class Slots:
         return RowsStep(self.draft, (self.draft_length + ahead).clamp(min=0))
 
     def reserve(self, width: int) -> None:
-        """Room for a round of `width` tokens; rejected ones and those of finished rows are written too."""
+        """Room for a round of `width` tokens; rejected ones and those of finished rows are written
+        too."""
         if self.ahead:  # it is there, and asking for lengths would wait for the device
             return
         self.own.reserve(int(self.length.max()) + width)
@@ -117,7 +129,9 @@ class Drafted:
 
     tokens: torch.Tensor  # (B, γ)
     q: torch.Tensor | None = None  # (B, γ, vocabulary)
-    broken: torch.Tensor | None = None  # (B,) bool: some step gave no finite logits, where a model drafted
+    broken: torch.Tensor | None = (
+        None  # (B,) bool: some step gave no finite logits, where a model drafted
+    )
 
 
 @dataclass(frozen=True)
@@ -127,12 +141,15 @@ class Round:
     tokens: torch.Tensor  # (B, γ + 1); the first `kept` of a row are its new tokens
     kept: torch.Tensor  # (B,)
     accepted: torch.Tensor  # (B,) drafted tokens among them
-    proposed: torch.Tensor  # (B,) drafted tokens that had a chance: what lies behind a row's end does not count
+    proposed: (
+        torch.Tensor
+    )  # (B,) drafted tokens that had a chance: what lies behind a row's end does not count
     stopped: torch.Tensor  # (B,) bool: the last of them is a stop id
     broken: torch.Tensor  # (B,) bool: the full model gave no finite logits
 
     def on_host(self) -> list[tuple[list[int], int, int, int, bool, bool]]:
-        """Row by row, its kept tokens first; in one transfer, the only thing of a round that waits for the device."""
+        """Row by row, its kept tokens first; in one transfer, the only thing of a round that waits
+        for the device."""
         numbers = torch.stack([x.long() for x in list(vars(self).values())[1:]], dim=1)
         rows = torch.cat([self.tokens, numbers], dim=1).tolist()
         return [(row[: row[-5]], *row[-5:-2], bool(row[-2]), bool(row[-1])) for row in rows]
@@ -142,7 +159,9 @@ Drafting = Callable[[Slots, int], Drafted]
 
 
 @torch.inference_mode()
-def decode_round(model: Model, slots: Slots, drafting: Drafting, gamma: int, look: Look | None = None) -> Round:
+def decode_round(
+    model: Model, slots: Slots, drafting: Drafting, gamma: int, look: Look | None = None
+) -> Round:
     """Moves all active rows on by 1 to γ + 1 tokens.
 
     Args:
@@ -169,7 +188,8 @@ def unverified_round(slots: Slots, drafting: Drafting, gamma: int) -> Round:
 def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
     """γ tokens per row that a sparse view of the model, or a second model, would write."""
     tokens, q, broken = [slots.last[:, :0]], [], torch.zeros_like(slots.active)
-    # after a round that was accepted whole, a second model's cache lacks the last token but one: it is fed again
+    # after a round that was accepted whole, a second model's cache lacks the last token but one: it
+    # is fed again
     back = int(slots.view == "second")
     for i in range(gamma):
         fed = slots.newest(1 + back, i)
@@ -178,7 +198,9 @@ def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
         back = 0
         scores = slots.bent(logits, slots.total + i)
         token = choose(scores, slots.draws, slots.written[:, None] + i)
-        broken |= ~scores.gather(2, token[..., None])[:, 0, 0].isfinite()  # the maximum is NaN if anything is
+        broken |= ~scores.gather(2, token[..., None])[
+            :, 0, 0
+        ].isfinite()  # the maximum is NaN if anything is
         slots.history.scatter_(1, (slots.total + i)[:, None], token)
         tokens.append(token)
         if slots.draws.fresh:
@@ -187,12 +209,14 @@ def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
 
 
 def look_up(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
-    """Prompt lookup: what followed the newest earlier appearance of the row's last words. Longer matches go first; a
-    row without any drafts its last token again."""
+    """Prompt lookup: what followed the newest earlier appearance of the row's last words. Longer
+    matches go first; a row without any drafts its last token again."""
     places = torch.arange(slots.history.shape[1], device=slots.history.device)
     best = torch.full_like(slots.total, -1)
     for n in range(1, longest + 1):
-        matches = (places >= n - 1) & (places < slots.total[:, None] - 1) & (slots.total[:, None] > n)
+        matches = (
+            (places >= n - 1) & (places < slots.total[:, None] - 1) & (slots.total[:, None] > n)
+        )
         for back in range(n):
             word = slots.history.gather(1, (slots.total - 1 - back).clamp(min=0)[:, None])
             matches = matches & (slots.history.roll(back, dims=1) == word)
@@ -201,9 +225,13 @@ def look_up(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
     at = best[:, None] + 1 + torch.arange(gamma, device=places.device)
     # a match near the end continues into what it has itself just proposed: repeat from the match on
     period = (slots.total - 1 - best)[:, None].clamp(min=1)
-    at = torch.where(at < slots.total[:, None], at, best[:, None] + 1 + (at - best[:, None] - 1) % period)
+    at = torch.where(
+        at < slots.total[:, None], at, best[:, None] + 1 + (at - best[:, None] - 1) % period
+    )
     tokens = torch.where(best[:, None] >= 0, slots.history.gather(1, at.clamp(min=0)), slots.last)
-    slots.history.scatter_(1, slots.total[:, None] + torch.arange(gamma, device=places.device), tokens)
+    slots.history.scatter_(
+        1, slots.total[:, None] + torch.arange(gamma, device=places.device), tokens
+    )
     if not slots.draws.fresh:
         return Drafted(tokens)
     return Drafted(tokens, F.one_hot(tokens, slots.vocabulary).float())
@@ -212,35 +240,47 @@ def look_up(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
 def verify(
     model: Model, slots: Slots, drafted: torch.Tensor, look: Look | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The full model's scores after the last token and after each drafted one, (B, γ + 1, vocabulary), in one step; and
-    which rows got no finite ones."""
+    """The full model's scores after the last token and after each drafted one, (B, γ + 1,
+    vocabulary), in one step; and which rows got no finite ones."""
     tokens = torch.cat([slots.last, drafted], dim=1)
     width = tokens.shape[1]
     tokens = F.pad(tokens, (0, max(0, slots.strict - width)))
     positions = slots.position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     mirror = (slots.draft, slots.draft_length) if slots.view == "kept" else None
-    kv = RowsStep(slots.own, slots.length, slots.prefix, slots.groups, mirror, slots.strict > 0, look)
+    kv = RowsStep(
+        slots.own, slots.length, slots.prefix, slots.groups, mirror, slots.strict > 0, look
+    )
     logits = model.step(tokens, positions, kv)[:, :width]
-    broken = ~logits.sum(-1).isfinite().all(-1)  # a sum shows what is not finite at a fiftieth of the cost
+    broken = ~logits.sum(-1).isfinite().all(
+        -1
+    )  # a sum shows what is not finite at a fiftieth of the cost
     return slots.bent(logits, slots.total), broken
 
 
-def accept(slots: Slots, drafted: Drafted, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def accept(
+    slots: Slots, drafted: Drafted, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (B, γ + 1) of which the first n + 1 are the round's, and n (B,)."""
     places = slots.written[:, None] + torch.arange(scores.shape[1], device=scores.device)
     tokens = choose(scores, slots.draws, places)
     accepted = accept_equal(drafted.tokens, tokens)
     if slots.draws.fresh and drafted.q is not None:
-        p = scores.softmax(-1).nan_to_num_(nan=1.0)  # a broken row draws anything and is ended by the engine
-        n, drawn = accept_sampled(drafted.tokens, drafted.q.nan_to_num_(nan=1.0), p, slots.generator)
+        p = scores.softmax(-1).nan_to_num_(
+            nan=1.0
+        )  # a broken row draws anything and is ended by the engine
+        n, drawn = accept_sampled(
+            drafted.tokens, drafted.q.nan_to_num_(nan=1.0), p, slots.generator
+        )
         tokens = torch.where(slots.draws.unseeded[:, None], drawn, tokens)
         accepted = torch.where(slots.draws.unseeded, n, accepted)
     return tokens, accepted
 
 
-def commit(slots: Slots, tokens: torch.Tensor, accepted: torch.Tensor, broken: torch.Tensor | None) -> Round:
-    """Lengths move up by what is kept: the confirmed tokens and the bonus, cut at a stop id and at the row's limit.
-    What a rejected token had written lies behind the length and is overwritten."""
+def commit(
+    slots: Slots, tokens: torch.Tensor, accepted: torch.Tensor, broken: torch.Tensor | None
+) -> Round:
+    """Lengths move up by what is kept: the confirmed tokens and the bonus, cut at a stop id and at
+    the row's limit. What a rejected token had written lies behind the length and is overwritten."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     stops = (tokens[..., None] == slots.stop_ids[:, None]).any(-1) & (places <= accepted[:, None])
     first_stop = torch.where(stops.any(1), stops.long().argmax(1), tokens.shape[1])

@@ -1,4 +1,5 @@
-"""What the draft keeps: one function per policy, from attention mass to places among the visual tokens."""
+"""What the draft keeps: one function per policy, from attention mass to places among the visual
+tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +18,9 @@ def select(
 ) -> list[torch.Tensor]:
     """The visual entries that the draft of one row keeps.
 
-    Args:
-        mass: per layer (KV heads, m_v), text-to-visual attention mass.
-        row_seed: what the `random` policy draws from besides its own seed, so that rows differ.
-        total: sums over the processes that share the model's heads, for a set that all heads have in common.
+    Args: mass: per layer (KV heads, m_v), text-to-visual attention mass. row_seed: what the
+        `random` policy draws from besides its own seed, so that rows differ. total: sums over the
+        processes that share the model's heads, for a set that all heads have in common.
 
     Returns:
         Per layer (KV heads, K) places among the row's visual tokens, ascending.
@@ -29,7 +29,10 @@ def select(
         whole = total(torch.stack([m.sum(0).to(mass[0].device) for m in mass]).sum(0))
         return [_nucleus(whole, draft).expand(len(mass[0]), -1)] * len(mass)
     seeds = ((draft.seed * 1_000_003 + row_seed) * 1_009 + layer for layer in range(len(mass)))
-    return [_POLICIES[draft.policy](m, draft, seed).sort(dim=1).values for m, seed in zip(mass, seeds, strict=True)]
+    return [
+        _POLICIES[draft.policy](m, draft, seed).sort(dim=1).values
+        for m, seed in zip(mass, seeds, strict=True)
+    ]
 
 
 def _top(mass: torch.Tensor, draft: Draft, seed: int) -> torch.Tensor:
@@ -44,7 +47,9 @@ def _snap(mass: torch.Tensor, draft: Draft, seed: int) -> torch.Tensor:
 
 def with_sinks(mass: torch.Tensor, sinks: int) -> torch.Tensor:
     """Mass (…, m_v) under which the first entries are chosen before all others."""
-    return mass.index_fill(-1, torch.arange(min(sinks, mass.shape[-1]), device=mass.device), float("inf"))
+    return mass.index_fill(
+        -1, torch.arange(min(sinks, mass.shape[-1]), device=mass.device), float("inf")
+    )
 
 
 def _random(mass: torch.Tensor, draft: Draft, seed: int) -> torch.Tensor:
@@ -58,12 +63,14 @@ def _window(mass: torch.Tensor, draft: Draft, seed: int) -> torch.Tensor:
     budget = draft.budget(mass.shape[1])
     first = min(draft.sinks, budget)
     places = torch.arange(mass.shape[1], device=mass.device)
-    return torch.cat([places[:first], places[len(places) - (budget - first) :]]).expand(mass.shape[0], -1)
+    return torch.cat([places[:first], places[len(places) - (budget - first) :]]).expand(
+        mass.shape[0], -1
+    )
 
 
 def _nucleus(mass: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """SpecVLM: (K,) the smallest set with λ of the mass, at most K; what is left up to K at even steps through the
-    others, in their order in time and space."""
+    """SpecVLM: (K,) the smallest set with λ of the mass, at most K; what is left up to K at even
+    steps through the others, in their order in time and space."""
     budget = draft.budget(len(mass))
     order = mass.argsort(descending=True)
     held = mass[order].cumsum(0) / mass.sum()

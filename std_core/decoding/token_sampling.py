@@ -1,11 +1,11 @@
 """From logits to the choice of a token, per row and per position.
 
-What bends the logits is transformers' own list of processors, made from the checkpoint's generation configuration and
-the request's sampling, exactly as `generate` makes it; so penalties, filters and minimum lengths are theirs. What draws
-is ours: a row with a seed adds Gumbel noise that is a pure function of (seed, place in the output, token), and takes
-the maximum; draft and full model add the same noise, so equality decides acceptance, and the text depends on neither
-policy, γ, batch nor restarts.
-"""
+What bends the logits is transformers' own list of processors, made from the checkpoint's generation
+configuration and the request's sampling, exactly as `generate` makes it; so penalties, filters and
+minimum lengths are theirs. What draws is ours: a row with a seed adds Gumbel noise that is a pure
+function of (seed, place in the output, token), and takes the maximum; draft and full model add the
+same noise, so equality decides acceptance, and the text depends on neither policy, γ, batch nor
+restarts."""
 
 from __future__ import annotations
 
@@ -44,25 +44,38 @@ def settle(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> Rule:
         "min_new_tokens": sampling.min_tokens or None,
         "do_sample": None if sampling.temperature is None else sampling.temperature > 0,
     }
-    config, _ = hf._prepare_generation_config(None, **{k: v for k, v in wanted.items() if v is not None})
+    config, _ = hf._prepare_generation_config(
+        None, **{k: v for k, v in wanted.items() if v is not None}
+    )
     eos = config.eos_token_id
-    stop_ids = (*([] if eos is None else [eos] if isinstance(eos, int) else eos), *sampling.stop_token_ids)
-    config.eos_token_id = list(stop_ids) or None  # so that `min_new_tokens` holds back the request's own too
+    stop_ids = (
+        *([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        *sampling.stop_token_ids,
+    )
+    config.eos_token_id = (
+        list(stop_ids) or None
+    )  # so that `min_new_tokens` holds back the request's own too
     hf._prepare_special_tokens(config, True, device=prompt.device)
     processors = hf._get_logits_processor(
-        config, input_ids_seq_length=len(prompt), encoder_input_ids=prompt[None], device=prompt.device
+        config,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=prompt[None],
+        device=prompt.device,
     )
-    return Rule(processors, stop_ids, bool(config.do_sample), sampling.seed if config.do_sample else None)
+    return Rule(
+        processors, stop_ids, bool(config.do_sample), sampling.seed if config.do_sample else None
+    )
 
 
-def bend(logits: torch.Tensor, rules: list[Rule | None], history: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def bend(
+    logits: torch.Tensor, rules: list[Rule | None], history: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
     """Processed scores, float32.
 
-    Args:
-        logits: (B, T, vocabulary).
-        rules: of each row; None for an empty slot. Rows whose rule has no processor are left alone.
-        history: (B, capacity) ids of prompt, output and draft.
-        lengths: (B,) how many of them lie before the first position; each further position has one more.
+    Args: logits: (B, T, vocabulary). rules: of each row; None for an empty slot. Rows whose rule
+        has no processor are left alone. history: (B, capacity) ids of prompt, output and draft.
+        lengths: (B,) how many of them lie before the first position; each further position has one
+        more.
     """
     scores = logits.float()
     for row, rule in enumerate(rules):
@@ -114,7 +127,8 @@ class Draws:
         )
 
     def noise(self, places: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """(B, T, vocabulary) Gumbel noise: keyed for rows with a seed, fresh for the others that sample, else none."""
+        """(B, T, vocabulary) Gumbel noise: keyed for rows with a seed, fresh for the others that
+        sample, else none."""
         keyed = keyed_noise(self.seeds, self.seeded, places, vocabulary)
         uniform = torch.rand(keyed.shape, generator=self.generator, device=keyed.device)
         return keyed + gumbel(uniform.clamp_(min=1e-20)) * self.unseeded[:, None, None]

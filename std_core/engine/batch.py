@@ -1,8 +1,8 @@
 """The rows in the slots: requests enter, rounds move them on, results leave as rows finish.
 
-A round costs nearly the same for few rows as for many, so free slots are filled before the next one wherever a request
-is at hand; that a row waits meanwhile is no loss to who asks for requests an hour.
-"""
+A round costs nearly the same for few rows as for many, so free slots are filled before the next one
+wherever a request is at hand; that a row waits meanwhile is no loss to who asks for requests an
+hour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from std_core.decoding.logits import Bends
-from std_core.decoding.round import Drafting, Round, Slots, View, decode_round, draft, look_up, unverified_round
+from std_core.decoding.round import (
+    Drafting,
+    Round,
+    Slots,
+    View,
+    decode_round,
+    draft,
+    look_up,
+    unverified_round,
+)
 from std_core.decoding.token_sampling import Draws
 from std_core.engine.cuda_graphs import Captured, recorder_of
 from std_core.engine.prefill import Pieces, Prefill
@@ -36,9 +45,17 @@ _END = object()
 class Batch:
     """One pass over a stream of requests: the slots and what the host knows of them."""
 
-    def __init__(self, engine: Engine, draft: Draft | None, prepare: Callable[[Request], Inputs], mode: Mode = "std"):
+    def __init__(
+        self,
+        engine: Engine,
+        draft: Draft | None,
+        prepare: Callable[[Request], Inputs],
+        mode: Mode = "std",
+    ):
         if draft and engine.strict and engine.strict <= draft.gamma:
-            raise ValueError(f"strict pads to {engine.strict} tokens a row, but γ = {draft.gamma} verifies more")
+            raise ValueError(
+                f"strict pads to {engine.strict} tokens a row, but γ = {draft.gamma} verifies more"
+            )
         if mode == "sparse":
             if draft is None:
                 raise ValueError("mode sparse needs a draft")
@@ -46,8 +63,9 @@ class Batch:
         self.engine, self.model, self.draft, self.mode = engine, engine.model, draft, mode
         self.gamma = draft.gamma if draft else 0  # of each round; at most, once there is a pace
         self.pace: Pace | None = None
-        # (accepted tokens, refusals) of each. Dense rounds show nothing and push out those that have closed the gate:
-        # it opens again with what is expected, for `ROUNDS` of `LATELY` rounds if they are as bad
+        # (accepted tokens, refusals) of each. Dense rounds show nothing and push out those that
+        # have closed the gate: it opens again with what is expected, for `ROUNDS` of `LATELY`
+        # rounds if they are as bad
         self.lately: deque[tuple[int, int]] = deque(maxlen=LATELY)
         generator = torch.Generator(self.model.device).manual_seed(engine.seed)
         self.slots = Slots.empty(self.model, engine.max_num_seqs, generator, engine.strict)
@@ -58,7 +76,9 @@ class Batch:
         # the list, not the batch: in a circle the caches would stay until Python looks for circles
         self.prefill = Prefill(engine, self.slots, draft, prepare, self.rows)
         self.unseen = 0  # rounds since drafts chose again
-        self.captured = Captured(self.slots, recorder) if (recorder := recorder_of(self.model)) else None
+        self.captured = (
+            Captured(self.slots, recorder) if (recorder := recorder_of(self.model)) else None
+        )
         self.slots.ahead = max(self.gamma + 1, engine.strict) if self.captured else 0
 
     def through(self, waiting: Iterator[Request | Pace | None]) -> Iterator[Result]:
@@ -69,7 +89,9 @@ class Batch:
             if admission is None and more and None in self.rows:
                 slot, offered = self.rows.index(None), self._offered(waiting)
                 more, late = offered is not _END, offered is None
-                admission = self.prefill.admit(offered, slot) if isinstance(offered, Request) else None
+                admission = (
+                    self.prefill.admit(offered, slot) if isinstance(offered, Request) else None
+                )
             if admission is not None and (arrived := self._chunk(admission)) is not None:
                 admission = None
                 if isinstance(arrived, Result):
@@ -87,13 +109,15 @@ class Batch:
         """The next of a stream, `_END` if there is none; a pace is taken on the way."""
         while isinstance(offered := next(waiting, _END), Pace):
             if offered.most > self.gamma:
-                raise ValueError(f"a pace of up to {offered.most} tokens a round needs a draft of that γ at least")
+                raise ValueError(
+                    f"a pace of up to {offered.most} tokens a round needs a draft of that γ at least"
+                )
             self.pace = offered
         return offered
 
     def seat(self, requests: Sequence[Request]) -> float:
-        """Fills the first slots and runs no round, for callers who run rounds themselves; returns the seconds it took
-        behind the vision tower.
+        """Fills the first slots and runs no round, for callers who run rounds themselves; returns
+        the seconds it took behind the vision tower.
 
         Raises:
             ValueError: a request ended at its first token.
@@ -103,7 +127,9 @@ class Batch:
             while arrived is None:
                 arrived = self._chunk(pieces)
             if isinstance(arrived, Result):
-                raise ValueError(f"request {request.request_id!r} ended at once: {arrived.error or arrived.text!r}")
+                raise ValueError(
+                    f"request {request.request_id!r} ended at once: {arrived.error or arrived.text!r}"
+                )
             self.rows[slot] = arrived
         self._regroup()
         return sum(row.prefill_s for row in self.rows if row is not None)
@@ -124,13 +150,18 @@ class Batch:
         slots.bends = Bends.of(rules, slots.vocabulary, device)
         slots.active = torch.tensor([row is not None for row in self.rows], device=device)
         most = max(len(rule.stop_ids) for rule in rules if rule is not None) if any(rules) else 0
-        stops = [[*(rule.stop_ids if rule else ()), *[-1] * most][: max(most, 1)] or [-1] for rule in rules]
+        stops = [
+            [*(rule.stop_ids if rule else ()), *[-1] * most][: max(most, 1)] or [-1]
+            for rule in rules
+        ]
         slots.stop_ids = torch.tensor(stops, device=device)
         prefix_of_row = [row.prefix if row is not None else -1 for row in self.rows]
         lengths = [p.length for p in self.prefill.prefixes]
-        slots.groups = Groups.of(prefix_of_row, lengths, device, bool(self.engine.strict or slots.ahead))
+        slots.groups = Groups.of(
+            prefix_of_row, lengths, device, bool(self.engine.strict or slots.ahead)
+        )
 
-    # --------------------------------------------------------------------------------------------------- rounds
+    # --------------------------------------------------------------------------------------- rounds
 
     def _round(self) -> Iterator[Result]:
         began = time.perf_counter()
@@ -159,24 +190,33 @@ class Batch:
             taken, lost = taken + (accepted > 0), lost + (refused and not accepted)
             if broken:
                 why = f"the model gave no finite logits after {len(row.written)} tokens"
-                finished.append((slot, row.result("error", decode, RequestError("nan_logits", why))))
+                finished.append(
+                    (slot, row.result("error", decode, RequestError("nan_logits", why)))
+                )
             elif reason := row.ends(stopped, decode):
                 finished.append((slot, row.result(reason, decode)))
         self.lately.append((taken, lost))
         for slot, _ in finished:
             self.rows[slot] = None
-            for count in (self.slots.length, self.slots.draft_length, self.slots.total, self.slots.written):
+            for count in (
+                self.slots.length,
+                self.slots.draft_length,
+                self.slots.total,
+                self.slots.written,
+            ):
                 count[slot] = 0
         if finished:
             self._regroup()
         yield from (result for _, result in finished)
 
     def _gamma(self) -> int:
-        """γ of the next round: by counts alone, so that the same requests in the same order give the same rounds, on
-        every rank."""
+        """γ of the next round: by counts alone, so that the same requests in the same order give
+        the same rounds, on every rank."""
         if self.pace is None or self.mode == "sparse":
             return self.gamma
-        gamma = self.pace.gamma(sum(row is not None for row in self.rows), self.pace.acceptance(self.lately))
+        gamma = self.pace.gamma(
+            sum(row is not None for row in self.rows), self.pace.acceptance(self.lately)
+        )
         # a dense step feeds no second model, whose cache would fall behind
         return max(1, gamma) if self.slots.view == "second" else gamma
 

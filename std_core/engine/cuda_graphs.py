@@ -1,10 +1,11 @@
-"""Rounds as CUDA graphs: γ draft steps, verification, acceptance and commit are recorded once per shape and replayed.
+"""Rounds as CUDA graphs: γ draft steps, verification, acceptance and commit are recorded once per
+shape and replayed.
 
-A round waits for no length: lengths live on the device, kernels cover the caches' capacity, and the room that a row may
-ever need is made at its admission (`Slots.ahead`). A recording is bound to addresses: it is made per γ, number of slots
-and capacity of the caches, and the small tensors that change with who sits where are copied into ones that stay. What
-asks the host for something is not recorded: draws without a seed, refresh, processors of logits that `Bends` lacks.
-"""
+A round waits for no length: lengths live on the device, kernels cover the caches' capacity, and the
+room that a row may ever need is made at its admission (`Slots.ahead`). A recording is bound to
+addresses: it is made per γ, number of slots and capacity of the caches, and the small tensors that
+change with who sits where are copied into ones that stay. What asks the host for something is not
+recorded: draws without a seed, refresh, processors of logits that `Bends` lacks."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def recorder_of(model: Model) -> Recorder | None:
     """What records rounds of a model; None where none can be recorded."""
     if model.device.type != "cuda" or len(set(model.devices)) > 1:
         return None
-    # recordings never run at the same time, and what one has given is read before the next one runs: together they
-    # take the memory of the widest
+    # recordings never run at the same time, and what one has given is read before the next one
+    # runs: together they take the memory of the widest
     return partial(_record, torch.cuda.graph_pool_handle())
 
 
@@ -52,8 +53,8 @@ class Captured:
 
     @torch.inference_mode()
     def round(self, gamma: Hashable, body: Body) -> Round:
-        """Runs `body`, or what was recorded of it. The first of a shape runs as it is: it compiles kernels and picks
-        algorithms, which a recording may not.
+        """Runs `body`, or what was recorded of it. The first of a shape runs as it is: it compiles
+        kernels and picks algorithms, which a recording may not.
 
         Args:
             gamma: γ, and what else tells bodies of one shape apart.
@@ -65,7 +66,15 @@ class Captured:
         # what a round's course depends on besides numbers on the device
         shapes = [slots.groups.members.shape, slots.stop_ids.shape, slots.bends.stop_ids.shape]
         bends = slots.bends
-        key = (gamma, slots.draws.sampled, bends.penalises, bends.holds, bends.heats, bends.cuts, *shapes)
+        key = (
+            gamma,
+            slots.draws.sampled,
+            bends.penalises,
+            bends.holds,
+            bends.heats,
+            bends.cuts,
+            *shapes,
+        )
         if key not in self._rounds:
             self._rounds[key] = None
             return body()
@@ -77,7 +86,8 @@ class Captured:
         return done
 
     def _settle(self) -> None:
-        """Brings what changes with the rows to where recordings look for it, and forgets those of smaller caches."""
+        """Brings what changes with the rows to where recordings look for it, and forgets those of
+        smaller caches."""
         slots = self.slots
         caches = slots.prefix.capacity, slots.own.capacity, slots.draft.capacity
         if (capacity := (*caches, slots.history.shape[1])) != self._capacity:
@@ -91,7 +101,9 @@ class Captured:
     def _all_staying(self, name: str, record: Any) -> Any:
         """A frozen dataclass whose tensors stay where those of the first of their shape were."""
         tensors = {field: x for field, x in vars(record).items() if isinstance(x, torch.Tensor)}
-        return replace(record, **{field: self._staying(f"{name}.{field}", x) for field, x in tensors.items()})
+        return replace(
+            record, **{field: self._staying(f"{name}.{field}", x) for field, x in tensors.items()}
+        )
 
     def _staying(self, name: str, x: torch.Tensor) -> torch.Tensor:
         kept = self._stay.setdefault((name, x.shape), x)
@@ -101,15 +113,21 @@ class Captured:
 
 
 def pool_bytes(
-    entry_bytes: int, slots: int, prompt: int, shared: int, visual: int, limit: int, draft: Draft | None
+    entry_bytes: int,
+    slots: int,
+    prompt: int,
+    shared: int,
+    visual: int,
+    limit: int,
+    draft: Draft | None,
 ) -> int:
-    """Bytes of the caches of `slots` rows, each with a bucket's longest request: what a plan holds to free memory. Not
-    among them are those of a second model, and the numbers that a step works on.
+    """Bytes of the caches of `slots` rows, each with a bucket's longest request: what a plan holds
+    to free memory. Not among them are those of a second model, and the numbers that a step works
+    on.
 
-    Args:
-        entry_bytes: of one token's keys and values in all layers.
-        prompt: tokens of it, of which the first `shared` are in the prefix store and `visual` can be left out.
-        limit: tokens that a row may write.
+    Args: entry_bytes: of one token's keys and values in all layers. prompt: tokens of it, of which
+        the first `shared` are in the prefix store and `visual` can be left out. limit: tokens that
+        a row may write.
     """
     spare = limit + (draft.gamma if draft else 0) + 1
     entries = [shared, prompt - shared + spare]

@@ -23,18 +23,18 @@ from std_core.types import Counters, Draft, Mode, Pace, Request, Result
 class Engine:
     """A model and its slots.
 
-    Args:
-        max_num_seqs: slots, rows that decode together.
-        prefill_chunk: tokens of a prompt that are prefilled at once, at most.
-        seed: of draws by requests that sample and have no seed of their own.
-        keep_prefixes: what is known of a video outlives a run, for callers whose `Request.video` names the same content
+    Args: max_num_seqs: slots, rows that decode together. prefill_chunk: tokens of a prompt that are
+        prefilled at once, at most. seed: of draws by requests that sample and have no seed of their
+        own. keep_prefixes: what is known of a video outlives a run, for callers whose
+        `Request.video` names the same content
             for as long as the engine lives.
-        strict: tokens per row to which every verification is padded; γ must be less. The same bits then come out
-            whatever drafts, γ below it, and who shares the batch, in bfloat16 too: those of the dense loop with the
-            same slots and `strict`. 0: each step as wide as it needs to be.
+        strict: tokens per row to which every verification is padded; γ must be less. The same bits
+            then come out whatever drafts, γ below it, and who shares the batch, in bfloat16 too:
+            those of the dense loop with the same slots and `strict`. 0: each step as wide as it
+            needs to be.
 
-    Raises ValueError for `strict` on more than two ranks: the order in which their parts are summed is not fixed.
-    """
+    Raises ValueError for `strict` on more than two ranks: the order in which their parts are summed
+    is not fixed."""
 
     model: Model
     checkpoint: Checkpoint
@@ -45,12 +45,18 @@ class Engine:
     keep_prefixes: bool = False
     counters: Counters = field(default_factory=Counters)
     prefixes: tuple[Cache, list[Prefix]] | None = None  # those that are kept
-    thresholds: dict[float, dict[str, float]] = field(default_factory=dict)  # by the share of channels kept
-    drafters: dict[tuple[Any, ...], Model] = field(default_factory=dict)  # made when first asked for
+    thresholds: dict[float, dict[str, float]] = field(
+        default_factory=dict
+    )  # by the share of channels kept
+    drafters: dict[tuple[Any, ...], Model] = field(
+        default_factory=dict
+    )  # made when first asked for
 
     def __post_init__(self) -> None:
         if self.strict and self.model.ranks.size > 2:
-            raise ValueError(f"strict is for one or two ranks, not {self.model.ranks.size}: their sums' order varies")
+            raise ValueError(
+                f"strict is for one or two ranks, not {self.model.ranks.size}: their sums' order varies"
+            )
 
     @classmethod
     def load(
@@ -68,33 +74,37 @@ class Engine:
     ) -> Engine:
         """An engine of a local folder, a hub id or a `.gguf` file.
 
-        Args:
-            dtype: `float32` or `bfloat16`.
-            pipeline_parallel_size: devices over which the layers are spread, from `device` on (`cuda` is `cuda:0`).
-            tensor_parallel_size: processes that share each layer; every one of them loads an engine, with its `rank`,
+        Args: dtype: `float32` or `bfloat16`. pipeline_parallel_size: devices over which the layers
+            are spread, from `device` on (`cuda` is `cuda:0`). tensor_parallel_size: processes that
+            share each layer; every one of them loads an engine, with its `rank`,
                 and runs the same requests with the same draft.
             address: where rank 0 listens for the others, `tcp://host:port`.
             threads: CPU threads of this process; PyTorch's own choice if not given.
             settings: fields of `Engine`.
 
-        Raises:
-            ValueError: the checkpoint cannot be loaded, is of an architecture that cannot be driven, or has heads that
+        Raises: ValueError: the checkpoint cannot be loaded, is of an architecture that cannot be
+            driven, or has heads that
                 cannot be divided by `tensor_parallel_size`.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         if tensor_parallel_size > 1 and pipeline_parallel_size > 1:
-            raise ValueError("a rank of a tensor-parallel engine has one device: its layers cannot be spread over more")
+            raise ValueError(
+                "a rank of a tensor-parallel engine has one device: its layers cannot be spread over more"
+            )
         checkpoint = Checkpoint.load(path)
         if why := undividable(checkpoint.config, tensor_parallel_size):
             raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}: {why}")
         devices = devices_from(device, pipeline_parallel_size)
-        ranks = join(tensor_parallel_size, rank, address, device) if tensor_parallel_size > 1 else ALONE
+        ranks = (
+            join(tensor_parallel_size, rank, address, device) if tensor_parallel_size > 1 else ALONE
+        )
         model = Model.load(checkpoint, getattr(torch, dtype), *devices, ranks=ranks)
         return cls(model, checkpoint, **settings)  # type: ignore[arg-type]
 
     def resize(self, max_num_seqs: int) -> None:
-        """So many slots from the next run on. Where that is another number, what was kept of videos is forgotten."""
+        """So many slots from the next run on. Where that is another number, what was kept of videos
+        is forgotten."""
         if max_num_seqs != self.max_num_seqs:
             self.max_num_seqs, self.prefixes = max_num_seqs, None
 
@@ -108,10 +118,11 @@ class Engine:
     ) -> Iterator[Result]:
         """Answers every request once, in the order in which they finish.
 
-        Args:
-            requests: taken one by one, as slots become free; None says that there is none yet, and rows go on. A pace
+        Args: requests: taken one by one, as slots become free; None says that there is none yet,
+            and rows go on. A pace
                 says how much is drafted from there on, until the next one does.
-            draft: what drafts, and γ; None decodes densely. With a pace γ is how much a round has room for.
+            draft: what drafts, and γ; None decodes densely. With a pace γ is how much a round has
+                room for.
             prepare: in place of the checkpoint's own `inputs`.
             mode: `sparse` takes what is drafted for the answer, without a verification: lossy.
 
@@ -121,7 +132,7 @@ class Engine:
         waiting = self.model.ranks.agreed(iter(requests))
         yield from Batch(self, draft, prepare or self.checkpoint.inputs, mode).through(waiting)
 
-    # ----------------------------------------------------------------------------------------------------- drafters
+    # ------------------------------------------------------------------------------------- drafters
 
     def drafter(self, draft: Draft) -> Model:
         """The model that drafts.
@@ -138,21 +149,30 @@ class Engine:
     def _second(self, path: str) -> Model:
         second = Checkpoint.load(path)
         second.check_drafts_for(self.checkpoint)
-        return second_model(self.model, Model.load(second, self.model.dtype, str(self.model.device)))
+        return second_model(
+            self.model, Model.load(second, self.model.dtype, str(self.model.device))
+        )
 
     def weight_keep(self, draft: Draft | None) -> float:
         """Bytes of weights that a draft step reads, over those of a step of the model."""
         if draft is None:
             return 1.0
-        return 0.0 if draft.policy == "ngram" else weight_bytes(self.drafter(draft)) / weight_bytes(self.model)
+        return (
+            0.0
+            if draft.policy == "ngram"
+            else weight_bytes(self.drafter(draft)) / weight_bytes(self.model)
+        )
 
     def uncalibrated(self, draft: Draft | None) -> bool:
         """Whether the draft needs thresholds that no sample of activations has given yet."""
         return draft is not None and draft.channels < 1 and draft.channels not in self.thresholds
 
     def calibrate(self, draft: Draft, seen: dict[str, torch.Tensor]) -> None:
-        """Settles the thresholds of a share of channels from a sample of the projections' inputs."""
-        self.thresholds[draft.channels] = sparsity.thresholds(self.model.decoder, seen, draft.channels)
+        """Settles the thresholds of a share of channels from a sample of the projections'
+        inputs."""
+        self.thresholds[draft.channels] = sparsity.thresholds(
+            self.model.decoder, seen, draft.channels
+        )
 
 
 def devices_from(device: str, count: int) -> list[str]:

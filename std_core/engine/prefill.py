@@ -1,8 +1,9 @@
-"""How a request comes into a slot: vision, chunked prefill, selection of what the draft sees, the first token.
+"""How a request comes into a slot: vision, chunked prefill, selection of what the draft sees, the
+first token.
 
-What several questions on one video share is seen and prefilled once and kept in the prefix store. All of it is one
-generator per request that yields after each piece of bounded work, so that its caller decides what runs in between.
-"""
+What several questions on one video share is seen and prefilled once and kept in the prefix store.
+All of it is one generator per request that yields after each piece of bounded work, so that its
+caller decides what runs in between."""
 
 from __future__ import annotations
 
@@ -28,12 +29,15 @@ if TYPE_CHECKING:
     from std_core.engine.engine import Engine
 
 Pieces = Generator[None, None, Row | Result]
-OBSERVERS = 64  # of a prompt's last tokens, whose attention the policy `snapkv` asks (Crossover §4.1)
+OBSERVERS = (
+    64  # of a prompt's last tokens, whose attention the policy `snapkv` asks (Crossover §4.1)
+)
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A row of the prefix store: whose it is (None while it is being filled), how long, and when it was filled."""
+    """A row of the prefix store: whose it is (None while it is being filled), how long, and when it
+    was filled."""
 
     key: tuple[str, float, list[int]] | None = None
     length: int = 0
@@ -66,18 +70,29 @@ class Prefill:
         prepare: Callable[[Request], Inputs],
         rows: Sequence[Row | None],
     ):
-        self.engine, self.model, self.slots, self.draft, self.prepare = engine, engine.model, slots, draft, prepare
+        self.engine, self.model, self.slots, self.draft, self.prepare = (
+            engine,
+            engine.model,
+            slots,
+            draft,
+            prepare,
+        )
         self.rows = rows  # in the slots, by now
         self.prefixes = self._prefix_store()
         layers = self.model.layers  # entries of layers behind an early exit are not read
-        self._layers_read = layers_read(draft, layers) / layers if draft and slots.view != "second" else 1.0
+        self._layers_read = (
+            layers_read(draft, layers) / layers if draft and slots.view != "second" else 1.0
+        )
 
     def _prefix_store(self) -> list[Prefix]:
         """Of this run, or the engine's own that outlives it; the slots get its entries."""
         if not self.engine.keep_prefixes:
             return [Prefix() for _ in range(self.engine.max_num_seqs)]
         if self.engine.prefixes is None:
-            self.engine.prefixes = self.slots.prefix, [Prefix() for _ in range(self.engine.max_num_seqs)]
+            self.engine.prefixes = (
+                self.slots.prefix,
+                [Prefix() for _ in range(self.engine.max_num_seqs)],
+            )
         self.slots.prefix, known = self.engine.prefixes
         return known
 
@@ -130,9 +145,14 @@ class Prefill:
         ids = inputs.ids[0].to(self.model.device)
         window = self.engine.checkpoint.max_model_len
         if len(ids) >= window:
-            raise RequestError("context_too_long", f"{len(ids)} tokens of context, the model's window is {window}")
+            raise RequestError(
+                "context_too_long", f"{len(ids)} tokens of context, the model's window is {window}"
+            )
         if inputs.cut == len(ids):
-            raise RequestError("invalid_request", "the prompt ends with a visual token: there is no question behind it")
+            raise RequestError(
+                "invalid_request",
+                "the prompt ends with a visual token: there is no question behind it",
+            )
         return _Prompt(request, inputs, ids, *self.model.place(inputs))
 
     def _make_room(self, prompt: _Prompt, limit: int) -> None:
@@ -151,11 +171,11 @@ class Prefill:
         kept = self.draft.budget(visual) if visual and self.draft.policy != "full" else visual
         return prompt.length - visual + kept
 
-    # ---------------------------------------------------------------------------------------------------- prefixes
+    # ------------------------------------------------------------------------------------- prefixes
 
     def _prefix(self, prompt: _Prompt) -> Generator[None, None, tuple[int, float]]:
-        """The row of the prefix store that holds the request's prefix, filled if no earlier question has filled it; and
-        the seconds that the vision tower took."""
+        """The row of the prefix store that holds the request's prefix, filled if no earlier
+        question has filled it; and the seconds that the vision tower took."""
         inputs, engine, cut = prompt.inputs, self.engine, prompt.inputs.cut
         key = (prompt.request.video, prompt.request.fps, inputs.ids[0, :cut].tolist())
         for row, known in enumerate(self.prefixes):
@@ -163,7 +183,9 @@ class Prefill:
                 return self._own_prefix(row), 0.0
         row = self._free_prefix()
         self.prefixes[row] = Prefix(None, cut)
-        self.slots.prefix.reserve(cut)  # before the tower works: a cache that grows is there twice, layer by layer
+        self.slots.prefix.reserve(
+            cut
+        )  # before the tower works: a cache that grows is there twice, layer by layer
         began = time.perf_counter()
         features = None
         if len(inputs.visual):
@@ -174,7 +196,9 @@ class Prefill:
         for at in range(0, cut, engine.prefill_chunk):
             end = min(cut, at + engine.prefill_chunk)
             embeds = self.model.embed_part(inputs, features, at, end)
-            self.model.extend(embeds, prompt.positions[..., at:end], ChunkStep(self.slots.prefix, row, at))
+            self.model.extend(
+                embeds, prompt.positions[..., at:end], ChunkStep(self.slots.prefix, row, at)
+            )
             engine.counters.chunks += 1
             yield
         engine.counters.prefix_prefills += 1
@@ -182,13 +206,15 @@ class Prefill:
         return row, seen - began
 
     def _own_prefix(self, row: int) -> int:
-        """A known prefix as one more row may use it: under `strict` a copy if it is in use, since rows that share one
-        are attended in another shape than rows that don't."""
+        """A known prefix as one more row may use it: under `strict` a copy if it is in use, since
+        rows that share one are attended in another shape than rows that don't."""
         if not self.engine.strict or row not in self._needed():
             return row
         copy, known = self._free_prefix(), self.prefixes[row]
         for layer in range(self.model.layers):
-            self.slots.prefix.fill(layer, copy, 0, *(x[0] for x in self.slots.prefix.row(layer, row, known.length)))
+            self.slots.prefix.fill(
+                layer, copy, 0, *(x[0] for x in self.slots.prefix.row(layer, row, known.length))
+            )
         self.prefixes[copy] = replace(known, key=None)
         return copy
 
@@ -196,16 +222,21 @@ class Prefill:
         return {row.prefix for row in self.rows if row is not None}
 
     def _free_prefix(self) -> int:
-        """A row of the prefix store that no slot needs; the one filled longest ago. There is one: a slot is free."""
+        """A row of the prefix store that no slot needs; the one filled longest ago. There is one: a
+        slot is free."""
         needed = self._needed()
-        return min((i for i in range(len(self.prefixes)) if i not in needed), key=lambda i: self.prefixes[i].used)
+        return min(
+            (i for i in range(len(self.prefixes)) if i not in needed),
+            key=lambda i: self.prefixes[i].used,
+        )
 
-    # ------------------------------------------------------------------------------------------------------ suffix
+    # --------------------------------------------------------------------------------------- suffix
 
     def _suffix(
         self, prompt: _Prompt, slot: int, prefix: int
     ) -> Generator[None, None, tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Logits behind the prompt, and per layer the attention that its last chunk gives what can be selected."""
+        """Logits behind the prompt, and per layer the attention that its last chunk gives what can
+        be selected."""
         slots, cut, length = self.slots, prompt.inputs.cut, prompt.length
         kv, logits = ChunkStep(slots.own, slot, 0), torch.empty(0)
         seen: dict[str, torch.Tensor] = {}
@@ -226,18 +257,20 @@ class Prefill:
                 embeds = self.model.embed(prompt.ids[None, at:end])
                 logits = self.model.extend(embeds, prompt.positions[..., at:end], kv)
             self.engine.counters.chunks += 1
-            slots.length[slot] = end - cut  # a round between two chunks writes behind it, not over it
+            slots.length[slot] = (
+                end - cut
+            )  # a round between two chunks writes behind it, not over it
         if self.draft is not None and seen:
             self.engine.calibrate(self.draft, seen)
         return logits, kv.mass
 
-    # --------------------------------------------------------------------------------------------- the draft's view
+    # ----------------------------------------------------------------------------- the draft's view
 
     def _view(
         self, prompt: _Prompt, slot: int, prefix: int, mass: list[torch.Tensor]
     ) -> Generator[None, None, tuple[int, Chosen | None]]:
-        """Fills what the draft reads of the row; returns the entries it holds per layer and KV head, and where the
-        chosen ones are."""
+        """Fills what the draft reads of the row; returns the entries it holds per layer and KV
+        head, and where the chosen ones are."""
         if self.draft is None or self.slots.view == "own":
             return 0 if self.draft and self.draft.policy == "ngram" else prompt.length, None
         cut = prompt.inputs.cut
@@ -246,9 +279,15 @@ class Prefill:
         text[places] = False
         always = text.nonzero()[:, 0]
         total = self.model.ranks.total
-        chosen = select(self.draft, mass, prompt.length, total) if cut and self.draft.policy != "full" else []
+        chosen = (
+            select(self.draft, mass, prompt.length, total)
+            if cut and self.draft.policy != "full"
+            else []
+        )
         if self.slots.view == "second":
-            kept = places[self.model.ranks.first(chosen[0][0].to(places.device))] if chosen else places
+            kept = (
+                places[self.model.ranks.first(chosen[0][0].to(places.device))] if chosen else places
+            )
             held = yield from self._second(prompt, slot, torch.cat([always, kept]).sort().values)
             return held, None
         held = 0
@@ -264,7 +303,8 @@ class Prefill:
         return held, Chosen(places, len(always), chosen[0].shape[1] if chosen else 0)
 
     def _second(self, prompt: _Prompt, slot: int, kept: torch.Tensor) -> Generator[None, None, int]:
-        """Prefill of the second model, which sees the kept part of the prefix and the suffix, at their true places."""
+        """Prefill of the second model, which sees the kept part of the prefix and the suffix, at
+        their true places."""
         assert self.draft is not None
         second, inputs, slots = self.engine.drafter(self.draft), prompt.inputs, self.slots
         positions, _ = second.place(inputs)
@@ -277,13 +317,14 @@ class Prefill:
         for at in range(0, len(whole), self.engine.prefill_chunk):
             part = whole[at : at + self.engine.prefill_chunk]
             second.extend(embeds[:, part], positions[..., part], ChunkStep(slots.draft, slot, at))
-            # rounds that run meanwhile feed the token before a row's last again: one place ahead it hits nothing
+            # rounds that run meanwhile feed the token before a row's last again: one place ahead it
+            # hits nothing
             slots.draft_length[slot] = at + len(part) + 1
             yield
         slots.draft_length[slot] = len(whole)
         return len(whole)
 
-    # ------------------------------------------------------------------------------------------------- first token
+    # ---------------------------------------------------------------------------------- first token
 
     def _first(self, slot: int, row: Row, prompt: _Prompt, logits: torch.Tensor) -> int:
         """Settles the slot behind its prompt and draws the first token."""
@@ -292,7 +333,9 @@ class Prefill:
         slots.reserve_history(n + 1)
         slots.history[slot, :n] = prompt.ids
         draws = Draws.of([row.rule], slots.generator)
-        scores = bend(logits[None, None], [row.rule], slots.history[slot : slot + 1], torch.tensor([n]))
+        scores = bend(
+            logits[None, None], [row.rule], slots.history[slot : slot + 1], torch.tensor([n])
+        )
         token = choose(scores, draws, torch.zeros(1, 1, dtype=torch.long, device=logits.device))
         slots.history[slot, n] = token[0, 0]
         slots.written[slot], slots.left[slot] = 1, row.limit - 1

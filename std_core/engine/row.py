@@ -1,4 +1,5 @@
-"""The host's side of a slot: what a row has written, when it ends, and the result that it leaves as."""
+"""The host's side of a slot: what a row has written, when it ends, and the result that it leaves
+as."""
 
 from __future__ import annotations
 
@@ -48,10 +49,15 @@ class Row:
         if not any(text in decode(self.written) for text in stop):
             return None
         counts = range(max(1, self.request.sampling.min_tokens), len(self.written) + 1)
-        return next((n for n in counts if any(text in decode(self.written[:n]) for text in stop)), None)
+        return next(
+            (n for n in counts if any(text in decode(self.written[:n]) for text in stop)), None
+        )
 
     def result(
-        self, reason: FinishReason, decode: Callable[[list[int]], str], error: RequestError | None = None
+        self,
+        reason: FinishReason,
+        decode: Callable[[list[int]], str],
+        error: RequestError | None = None,
     ) -> Result:
         text = decode(self.written)
         ends = [at for stop in self.request.sampling.stop if (at := text.find(stop)) >= 0]
@@ -79,8 +85,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Where a draft's view of a row holds its chosen entries: `count` of them from place `at` on, taken from `places`
-    of the row's prefix."""
+    """Where a draft's view of a row holds its chosen entries: `count` of them from place `at` on,
+    taken from `places` of the row's prefix."""
 
     places: torch.Tensor  # (m_v,)
     at: int

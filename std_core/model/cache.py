@@ -1,9 +1,9 @@
 """Keys and values, and what attention does with them in prefill and in a decode step.
 
-There are three stores of one kind: prefixes (what several questions on one video share), the rows' own entries, and
-the draft's view of a row. An object with `attend` is handed to the model as the keyword `kv` and arrives at the
-attention function in each layer. Keys are kept after rotation, so gathered entries keep their true positions.
-"""
+There are three stores of one kind: prefixes (what several questions on one video share), the rows'
+own entries, and the draft's view of a row. An object with `attend` is handed to the model as the
+keyword `kv` and arrives at the attention function in each layer. Keys are kept after rotation, so
+gathered entries keep their true positions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ from std_core.kernels.gather import gather_entries
 
 
 class Cache:
-    """(layers) × (rows, KV heads, capacity, head size), keys and values; grows, never shrinks. `devices`: of each
-    layer."""
+    """(layers) × (rows, KV heads, capacity, head size), keys and values; grows, never shrinks.
+    `devices`: of each layer."""
 
-    def __init__(self, devices: Sequence[Any], rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
-        self.key = [torch.zeros(rows, kv_heads, 0, head_dim, dtype=dtype, device=device) for device in devices]
+    def __init__(
+        self, devices: Sequence[Any], rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ):
+        self.key = [
+            torch.zeros(rows, kv_heads, 0, head_dim, dtype=dtype, device=device)
+            for device in devices
+        ]
         self.value = [torch.zeros_like(k) for k in self.key]
 
     @property
@@ -45,30 +50,41 @@ class Cache:
 
     def row(self, layer: int, row: int, length: int) -> Segment:
         """Of one row its first `length` entries, (1, KV heads, length, head size)."""
-        return self.key[layer][row : row + 1, :, :length], self.value[layer][row : row + 1, :, :length]
+        return self.key[layer][row : row + 1, :, :length], self.value[layer][
+            row : row + 1, :, :length
+        ]
 
     def fill(self, layer: int, row: int, at: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Writes entries of one row from place `at` on; key and value: (KV heads, n, head size)."""
         self.key[layer][row, :, at : at + key.shape[1]] = key
         self.value[layer][row, :, at : at + value.shape[1]] = value
 
-    def write(self, layer: int, lengths: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes T entries per row behind `lengths` (B,); key and value: (B, KV heads, T, head size)."""
+    def write(
+        self, layer: int, lengths: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Writes T entries per row behind `lengths` (B,); key and value: (B, KV heads, T, head
+        size)."""
         write_rows(self.key[layer], lengths, key)
         write_rows(self.value[layer], lengths, value)
 
     def replace(
-        self, layer: int, at: torch.Tensor, valid: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        at: torch.Tensor,
+        valid: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> None:
-        """Writes K entries per row at places `at` (B, K) where `valid` (B, K); key and value: (B, K, KV heads, d)."""
+        """Writes K entries per row at places `at` (B, K) where `valid` (B, K); key and value: (B,
+        K, KV heads, d)."""
         rows = torch.arange(len(at), device=at.device)[:, None]
         for store, new in ((self.key[layer], key), (self.value[layer], value)):
             store[rows, :, at] = torch.where(valid[..., None, None], new, store[rows, :, at])
 
 
 def _longer(store: torch.Tensor, more: int) -> torch.Tensor:
-    """With room for so many entries more, zeros. Attention reads caches from end to end: on a CPU with large pages a
-    fifth faster."""
+    """With room for so many entries more, zeros. Attention reads caches from end to end: on a CPU
+    with large pages a fifth faster."""
     if store.device.type != "cpu":
         return F.pad(store, (0, 0, 0, more))
     rows, heads, capacity, dim = store.shape
@@ -79,10 +95,11 @@ def _longer(store: torch.Tensor, more: int) -> torch.Tensor:
 
 @dataclass
 class ChunkStep:
-    """A chunk of one prompt, behind the `at` entries that `row` of `store` has already, and behind a prefix if given.
+    """A chunk of one prompt, behind the `at` entries that `row` of `store` has already, and behind
+    a prefix if given.
 
-    `visual`: places in the prefix of its visual tokens, if the attention that the chunk gives them is to be gathered.
-    """
+    `visual`: places in the prefix of its visual tokens, if the attention that the chunk gives them
+    is to be gathered."""
 
     store: Cache
     row: int
@@ -104,37 +121,44 @@ class ChunkStep:
         if self.visual is not None:
             looked_at = past[-1][0][0][:, self.visual.to(query.device)]
             last = slice(-self.observers if self.observers else None, None)
-            self.mass.append(attention_mass(query[0, :, last], looked_at, logsumexp[0, :, last], scale))
+            self.mass.append(
+                attention_mass(query[0, :, last], looked_at, logsumexp[0, :, last], scale)
+            )
         return out
 
 
 @dataclass
 class Look:
-    """Gathers where in their prefixes the tokens of a step look, for a selection that is made again.
+    """Gathers where in their prefixes the tokens of a step look, for a selection that is made
+    again.
 
-    places: (B, m) of the visual entries, padded with any place. width: the step's first tokens that are asked.
-    """
+    places: (B, m) of the visual entries, padded with any place. width: the step's first tokens that
+    are asked."""
 
     prefix_of_row: torch.Tensor  # (B,)
     places: torch.Tensor
     width: int
     mass: list[torch.Tensor] = field(default_factory=list)  # per layer (B, KV heads, m)
 
-    def at(self, key: torch.Tensor, query: torch.Tensor, logsumexp: torch.Tensor, scale: float) -> None:
+    def at(
+        self, key: torch.Tensor, query: torch.Tensor, logsumexp: torch.Tensor, scale: float
+    ) -> None:
         """key: (prefixes, KV heads, n, d)."""
         rows, places = self.prefix_of_row.to(key.device)[:, None], self.places.to(key.device)
         looked_at = key[rows, :, places].transpose(1, 2)
         asked = slice(None, self.width)
-        self.mass.append(attention_mass(query[:, :, asked], looked_at, logsumexp[:, :, asked], scale))
+        self.mass.append(
+            attention_mass(query[:, :, asked], looked_at, logsumexp[:, :, asked], scale)
+        )
 
 
 @dataclass
 class RowsStep:
     """T tokens of every row behind its `lengths`, and behind its prefix if there is one.
 
-    `mirror` is a second store, with lengths of its own, that gets the same entries: a verification overwrites what the
-    draft had written with what the full model computed (else a draft that keeps everything would drift away from it).
-    """
+    `mirror` is a second store, with lengths of its own, that gets the same entries: a verification
+    overwrites what the draft had written with what the full model computed (else a draft that keeps
+    everything would drift away from it)."""
 
     own: Cache
     lengths: torch.Tensor
@@ -154,21 +178,27 @@ class RowsStep:
             self.mirror[0].write(layer, self.mirror[1], key, value)
         prefix = self.prefix.layer(layer) if self.prefix is not None else None
         own = self.own.layer(layer)
-        out, logsumexp = attend_rows(query, own, self.lengths, prefix, self.groups, scale, self.fixed)
+        out, logsumexp = attend_rows(
+            query, own, self.lengths, prefix, self.groups, scale, self.fixed
+        )
         if self.look is not None and prefix is not None:
             self.look.at(prefix[0], query, logsumexp, scale)
         return out
 
     def _move(self, device: torch.device) -> None:
-        """Follows a model whose layers are spread over devices: a layer's caches are where it is."""
+        """Follows a model whose layers are spread over devices: a layer's caches are where it
+        is."""
         self.lengths = self.lengths.to(device)
         self.groups = self.groups.to(device) if self.groups is not None else None
         if self.mirror is not None:
             self.mirror = self.mirror[0], self.mirror[1].to(device)
 
 
-def gather_view(draft: Cache, row: int, layer: int, prefix: Segment, kept: torch.Tensor, own: Segment) -> int:
-    """Fills a draft's row with the kept entries of a prefix and all of the row's own; returns the entries it holds.
+def gather_view(
+    draft: Cache, row: int, layer: int, prefix: Segment, kept: torch.Tensor, own: Segment
+) -> int:
+    """Fills a draft's row with the kept entries of a prefix and all of the row's own; returns the
+    entries it holds.
 
     prefix, own: (1, KV heads, n, head size); kept: (KV heads, K) places in the prefix.
     """

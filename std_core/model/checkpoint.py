@@ -1,5 +1,6 @@
-"""A checkpoint without its weights: prompts to token ids, frames to patches, sizes. All of it is Hugging Face's own
-processors; this file only asks them, so that the plan and the engine count the same tokens."""
+"""A checkpoint without its weights: prompts to token ids, frames to patches, sizes. All of it is
+Hugging Face's own processors; this file only asks them, so that the plan and the engine count the
+same tokens."""
 
 from __future__ import annotations
 
@@ -26,12 +27,11 @@ BYTES = {"float32": 4.0, "bfloat16": 2.0}
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the model is fed for one request; batch of 1. Patches: (patches, channels × temporal patch × patch²); grids:
-    (videos or images, 3), temporal, height, width in patches.
+    """What the model is fed for one request; batch of 1. Patches: (patches, channels × temporal
+    patch × patch²); grids: (videos or images, 3), temporal, height, width in patches.
 
-    LLaVA-OneVision: frames (T of all videos, 3, height, width) and grids of (T, height, width) in pixels; images
-    (images, crops, 3, height, width) and their sizes before that, (images, 2).
-    """
+    LLaVA-OneVision: frames (T of all videos, 3, height, width) and grids of (T, height, width) in
+    pixels; images (images, crops, 3, height, width) and their sizes before that, (images, 2)."""
 
     ids: torch.Tensor  # (1, n)
     types: torch.Tensor  # (1, n): 0 text, 1 image, 2 video
@@ -39,7 +39,9 @@ class Inputs:
     video_grid: torch.Tensor | None = None
     image_patches: torch.Tensor | None = None
     image_grid: torch.Tensor | None = None
-    seconds: torch.Tensor | None = None  # (videos,) between two temporal patches, where positions go by time
+    seconds: torch.Tensor | None = (
+        None  # (videos,) between two temporal patches, where positions go by time
+    )
 
     @property
     def visual(self) -> torch.Tensor:
@@ -48,7 +50,8 @@ class Inputs:
 
     @property
     def cut(self) -> int:
-        """Length of the prefix that other questions can share: up to the last visual token, or all but the tail."""
+        """Length of the prefix that other questions can share: up to the last visual token, or all
+        but the tail."""
         return int(self.visual[-1]) + 1 if len(self.visual) else max(0, self.ids.shape[1] - TAIL)
 
     @property
@@ -58,7 +61,8 @@ class Inputs:
 
 
 class Checkpoint:
-    """Configuration and processor of a local folder, a hub id or a `.gguf` file, whether a Video-LLM or a text model.
+    """Configuration and processor of a local folder, a hub id or a `.gguf` file, whether a
+    Video-LLM or a text model.
 
     Args:
         processor: of a text model its tokenizer.
@@ -66,8 +70,16 @@ class Checkpoint:
         revision: hash of the local files, or the hub's commit.
     """
 
-    def __init__(self, path: str, config: Any, processor: Any, source: dict[str, Any], revision: str):
-        self.path, self.config, self.processor, self.source, self.revision = path, config, processor, source, revision
+    def __init__(
+        self, path: str, config: Any, processor: Any, source: dict[str, Any], revision: str
+    ):
+        self.path, self.config, self.processor, self.source, self.revision = (
+            path,
+            config,
+            processor,
+            source,
+            revision,
+        )
         self.tokenizer = getattr(processor, "tokenizer", processor)
 
     @classmethod
@@ -80,22 +92,40 @@ class Checkpoint:
                 raise ValueError(f"it is a {config.model_type}, which {why}")
             processor = (AutoProcessor if sees(config) else AutoTokenizer).from_pretrained(**source)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise ValueError(
+                f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}"
+            ) from error
         local = os.path.exists(path)
-        found = cls(path, config, processor, source, folder_hash(path) if local else str(config._commit_hash))
+        found = cls(
+            path,
+            config,
+            processor,
+            source,
+            folder_hash(path) if local else str(config._commit_hash),
+        )
         if sees(config) and not found.takes_video:
-            raise ValueError(f"model {path!r} is a {config.model_type}, whose processor takes no video")
+            raise ValueError(
+                f"model {path!r} is a {config.model_type}, whose processor takes no video"
+            )
         if found.takes_video and not found.templated:
-            raise ValueError(f"model {path!r} has no chat template, which says where in a prompt a video stands")
+            raise ValueError(
+                f"model {path!r} has no chat template, which says where in a prompt a video stands"
+            )
         return found
 
     def check_drafts_for(self, other: Checkpoint) -> None:
-        """Raises ValueError where this model cannot be the draft of another: it reads other tokens or cuts frames
-        differently."""
+        """Raises ValueError where this model cannot be the draft of another: it reads other tokens
+        or cuts frames differently."""
         if self.tokenizer.get_vocab() != other.tokenizer.get_vocab():
-            raise ValueError(f"model {self.path!r} cannot draft for {other.path!r}: their tokenizers differ")
-        if self.takes_video != other.takes_video or (self.takes_video and self.geometry != other.geometry):
-            raise ValueError(f"model {self.path!r} cannot draft for {other.path!r}: they cut frames differently")
+            raise ValueError(
+                f"model {self.path!r} cannot draft for {other.path!r}: their tokenizers differ"
+            )
+        if self.takes_video != other.takes_video or (
+            self.takes_video and self.geometry != other.geometry
+        ):
+            raise ValueError(
+                f"model {self.path!r} cannot draft for {other.path!r}: they cut frames differently"
+            )
 
     @property
     def takes_video(self) -> bool:
@@ -120,7 +150,11 @@ class Checkpoint:
     def draws(self) -> bool:
         """Whether texts are drawn, not greedy, where a request does not say."""
         try:
-            return bool(GenerationConfig.from_pretrained(self.source["pretrained_model_name_or_path"]).do_sample)
+            return bool(
+                GenerationConfig.from_pretrained(
+                    self.source["pretrained_model_name_or_path"]
+                ).do_sample
+            )
         except OSError:  # it has no such configuration
             return False
 
@@ -129,8 +163,8 @@ class Checkpoint:
         return whole_account(self.config, BYTES[dtype], BYTES[dtype])
 
     def render(self, prompt: str, videos: int = 1, images: int = 0) -> str:
-        """The chat template around a prompt with its videos, then its images, before it; without a template the prompt
-        as it is."""
+        """The chat template around a prompt with its videos, then its images, before it; without a
+        template the prompt as it is."""
         if not self.templated:
             return prompt
         shown = [{"type": "video"}] * videos + [{"type": "image"}] * images
@@ -143,11 +177,13 @@ class Checkpoint:
     def templated(self) -> bool:
         return bool(self.processor.chat_template)
 
-    def prompt_tokens(self, prompt: str, frames: int = 2, fps: float = 2.0, times: tuple[float, ...] = ()) -> int:
+    def prompt_tokens(
+        self, prompt: str, frames: int = 2, fps: float = 2.0, times: tuple[float, ...] = ()
+    ) -> int:
         """Tokens of the rendered prompt, the visual ones of its one video not counted.
 
-        Args:
-            frames, fps, times: of the video's sample, for models whose prompt tells the time of each frame.
+        Args: frames, fps, times: of the video's sample, for models whose prompt tells the time of
+            each frame.
         """
         if self.takes_video and self.family.timed:
             return self._timed_tokens(prompt, frames, fps, times)
@@ -166,32 +202,46 @@ class Checkpoint:
             "video_metadata": [_sampled(frames, fps, times)],
         }
         expanded = self.processor.replace_video_token(shown, 0)
-        return len(self._ids(self.render(prompt).replace(self.processor.video_token, expanded, 1))) - patches
+        return (
+            len(self._ids(self.render(prompt).replace(self.processor.video_token, expanded, 1)))
+            - patches
+        )
 
     def _ids(self, rendered: str) -> list[int]:
-        """As `apply_chat_template` has it: a text's special tokens come from the template, where there is one. A
-        Video-LLM's processor, which is never asked to leave them out, adds what its tokenizer adds."""
-        return self.tokenizer(rendered, add_special_tokens=self.takes_video or not self.templated)["input_ids"]
+        """As `apply_chat_template` has it: a text's special tokens come from the template, where
+        there is one. A Video-LLM's processor, which is never asked to leave them out, adds what its
+        tokenizer adds."""
+        return self.tokenizer(rendered, add_special_tokens=self.takes_video or not self.templated)[
+            "input_ids"
+        ]
 
     def inputs(self, request: Request) -> Inputs:
         """Ids and patches of a request.
 
-        Raises:
-            RequestError: `invalid_request` where the processor does not take it (a prompt that itself contains the
-                placeholder, frames of a size that it can't cut, anything to look at for a text model).
+        Raises: RequestError: `invalid_request` where the processor does not take it (a prompt that
+            itself contains the
+                placeholder, frames of a size that it can't cut, anything to look at for a text
+                model).
         """
         videos = (*([] if request.frames is None else [request.frames]), *request.videos)
         if not videos and not request.images:
             return self._text_inputs(request.prompt)
         if not self.takes_video:
-            raise RequestError("invalid_request", f"a {self.config.model_type} takes no video and no image")
+            raise RequestError(
+                "invalid_request", f"a {self.config.model_type} takes no video and no image"
+            )
         if any(v.ndim != 4 for v in videos) or any(i.ndim != 3 for i in request.images):
-            raise RequestError("invalid_request", "a video is (T, height, width, 3) and an image (height, width, 3)")
+            raise RequestError(
+                "invalid_request",
+                "a video is (T, height, width, 3) and an image (height, width, 3)",
+            )
         fed: dict[str, Any] = {} if self.family.resizes else {"do_resize": False}
         if videos:
             fed["videos"] = [v.permute(0, 3, 1, 2) for v in videos]
             times = [() if request.frames is None else request.times, *([()] * len(videos))]
-            fed["video_metadata"] = [_sampled(len(v), request.fps, t) for v, t in zip(videos, times, strict=False)]
+            fed["video_metadata"] = [
+                _sampled(len(v), request.fps, t) for v, t in zip(videos, times, strict=False)
+            ]
         if request.images:
             fed["images"] = [[i.permute(2, 0, 1) for i in request.images]]  # of one conversation
         try:
@@ -202,7 +252,9 @@ class Checkpoint:
                 return_mm_token_type_ids=True,
             )
         except (ValueError, IndexError, StopIteration, RuntimeError) as error:
-            raise RequestError("invalid_request", f"the model's processor refused the request: {error}") from error
+            raise RequestError(
+                "invalid_request", f"the model's processor refused the request: {error}"
+            ) from error
         return _checked(_collected(out), bool(request.images), bool(videos))
 
     def _text_inputs(self, prompt: str) -> Inputs:
@@ -221,12 +273,16 @@ class Checkpoint:
 def _sampled(frames: int, fps: float, times: tuple[float, ...] = ()) -> VideoMetadata:
     """Frames that are all there is of a video; shown at `times` s, where those are known."""
     numbers: list[Any] = [time * fps for time in times] or list(range(frames))
-    return VideoMetadata(total_num_frames=frames, fps=fps, duration=frames / fps, frames_indices=numbers)
+    return VideoMetadata(
+        total_num_frames=frames, fps=fps, duration=frames / fps, frames_indices=numbers
+    )
 
 
 def _collected(out: Any) -> Inputs:
     """A processor's output; what it gives as lists has parts that may differ in size."""
-    videos, video_grid, seconds = (out.get(k) for k in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"))
+    videos, video_grid, seconds = (
+        out.get(k) for k in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+    )
     images, image_grid = out.get("pixel_values"), out.get("image_grid_thw", out.get("image_sizes"))
     if isinstance(videos, list):
         video_grid = [[len(v), *v.shape[2:]] for v in videos]
@@ -247,7 +303,8 @@ def _checked(inputs: Inputs, images: bool, videos: bool) -> Inputs:
     for kind, name, shown in ((1, "image", images), (2, "video", videos)):
         if not shown and bool((inputs.types == kind).any()):
             raise RequestError(
-                "invalid_request", f"the prompt holds the model's placeholder for {name}s, and no {name} is shown"
+                "invalid_request",
+                f"the prompt holds the model's placeholder for {name}s, and no {name} is shown",
             )
     return inputs
 
@@ -257,7 +314,9 @@ def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> Account:
     with torch.device("meta"):
         writer: Callable[[Any], Any] = writer_of(config)  # type: ignore[assignment]
         hf = writer(config)
-    text = {id(p) for part in (hf.get_decoder(), hf.get_output_embeddings()) for p in part.parameters()}
+    text = {
+        id(p) for part in (hf.get_decoder(), hf.get_output_embeddings()) for p in part.parameters()
+    }
     sizes = [(id(p) in text, p.numel()) for p in hf.parameters()]
     vision = getattr(config, "vision_config", None)
     return replace(
@@ -270,18 +329,26 @@ def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> Account:
 
 
 def source_of(path: str) -> dict[str, Any]:
-    """What `from_pretrained` needs to find a checkpoint: a folder or hub id, or a folder and the file in it."""
+    """What `from_pretrained` needs to find a checkpoint: a folder or hub id, or a folder and the
+    file in it."""
     if not path.endswith(".gguf"):
         return {"pretrained_model_name_or_path": path}
-    return {"pretrained_model_name_or_path": os.path.dirname(path) or ".", "gguf_file": os.path.basename(path)}
+    return {
+        "pretrained_model_name_or_path": os.path.dirname(path) or ".",
+        "gguf_file": os.path.basename(path),
+    }
 
 
 def folder_hash(path: str) -> str:
-    """Identity of a local checkpoint: its files' names and contents (of very large files the size and both ends). A
-    single file counts as a folder that holds nothing else."""
+    """Identity of a local checkpoint: its files' names and contents (of very large files the size
+    and both ends). A single file counts as a folder that holds nothing else."""
     digest = hashlib.sha256()
     top = Path(path)
-    files, base = ([top], top.parent) if top.is_file() else (sorted(p for p in top.rglob("*") if p.is_file()), top)
+    files, base = (
+        ([top], top.parent)
+        if top.is_file()
+        else (sorted(p for p in top.rglob("*") if p.is_file()), top)
+    )
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.relative_to(base).as_posix()}\0{size}\0".encode())

@@ -1,8 +1,8 @@
-"""The text stack with its projections, gated MLPs and norms on our kernels; parameters and structure stay the model's.
+"""The text stack with its projections, gated MLPs and norms on our kernels; parameters and
+structure stay the model's.
 
-What stands here are other module objects over the same parameters, under the same names, so drafters find the
-projections where they were.
-"""
+What stands here are other module objects over the same parameters, under the same names, so
+drafters find the projections where they were."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class FastNorm(nn.Module):
 
 
 class FastMLP(nn.Module):
-    """silu(gate) · up → down; as the model has it where a drafter has put something else in a projection's place."""
+    """silu(gate) · up → down; as the model has it where a drafter has put something else in a
+    projection's place."""
 
     def __init__(self, mlp: Any):
         super().__init__()
@@ -41,7 +42,9 @@ class FastMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both = self.gate_proj, self.up_proj
-        if all(isinstance(m, FastLinear) and not m._forward_pre_hooks for m in both):  # hooks: a sample being taken
+        if all(
+            isinstance(m, FastLinear) and not m._forward_pre_hooks for m in both
+        ):  # hooks: a sample being taken
             return self.down_proj(gated(x, self.gate_proj.weight, self.up_proj.weight))
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
@@ -55,12 +58,13 @@ def second_tree(module: nn.Module) -> Any:
 def fast(module: nn.Module) -> Any:
     """The module as other objects over the same parameters, with what our kernels serve in place.
 
-    Only what is known to compute the same is exchanged: plain linear layers, RMS norms without an offset, MLPs of three
-    projections without bias around a SiLU. Where no kernel serves the parameters' type and device, it is the module
-    itself.
-    """
+    Only what is known to compute the same is exchanged: plain linear layers, RMS norms without an
+    offset, MLPs of three projections without bias around a SiLU. Where no kernel serves the
+    parameters' type and device, it is the module itself."""
     parameter = next(module.parameters())
-    if not loader.serves("linear", parameter) or any(hasattr(m, "_hf_hook") for m in module.modules()):
+    if not loader.serves("linear", parameter) or any(
+        hasattr(m, "_hf_hook") for m in module.modules()
+    ):
         return module  # accelerate's hooks move layers' inputs between devices
     tree = second_tree(module)
     for part in list(tree.modules()):

@@ -1,8 +1,9 @@
-"""The model that drafts: the same weights with fewer of them read, none of them copied but the low-bit ones.
+"""The model that drafts: the same weights with fewer of them read, none of them copied but the
+low-bit ones.
 
-A drafter is a `Model` whose text stack is a second tree of modules over the same parameters. What it leaves out is
-layers (LayerSkip), input channels (TEAL), or bits; what it sees of the context is not decided here.
-"""
+A drafter is a `Model` whose text stack is a second tree of modules over the same parameters. What
+it leaves out is layers (LayerSkip), input channels (TEAL), or bits; what it sees of the context is
+not decided here."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def drafter_of(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> M
         _exit_early(cheap, layers_read(draft, model.layers))
     for name, linear in list(projections(cheap.decoder)):
         _put(cheap.decoder, name, _cheaper(linear, draft, thresholds.get(name)))
-    if draft.weights != "full":  # at 4 bits the head alone took SmolLM2's acceptance from 0.89 to 0.56
+    if (
+        draft.weights != "full"
+    ):  # at 4 bits the head alone took SmolLM2's acceptance from 0.89 to 0.56
         cheap.head = _low_bit_head(model.head)
     return cheap
 
@@ -49,8 +52,8 @@ def layers_read(draft: Draft, layers: int) -> int:
 
 
 def second_model(model: Model, partner: Model) -> Model:
-    """A smaller model as the draft of another: its logits over the other's vocabulary (large models of a family pad
-    theirs further)."""
+    """A smaller model as the draft of another: its logits over the other's vocabulary (large models
+    of a family pad theirs further)."""
     draft = copy.copy(partner)
     draft.head = _Fitted(partner.head, model.vocabulary)
     if model.ranks.size > 1:
@@ -60,12 +63,20 @@ def second_model(model: Model, partner: Model) -> Model:
 
 def projections(decoder: Any) -> Iterator[tuple[str, nn.Linear]]:
     """The seven of each layer, by name."""
-    return ((f"layers.{name}", m) for name, m in decoder.layers.named_modules() if isinstance(m, nn.Linear))
+    return (
+        (f"layers.{name}", m)
+        for name, m in decoder.layers.named_modules()
+        if isinstance(m, nn.Linear)
+    )
 
 
 def weight_bytes(drafter: Model) -> int:
     """Bytes of weights that one draft step reads for a single row: projections and head."""
-    leaves = [m for m in drafter.decoder.layers.modules() if isinstance(m, (nn.Linear, LowBitLinear, SparseLinear))]
+    leaves = [
+        m
+        for m in drafter.decoder.layers.modules()
+        if isinstance(m, (nn.Linear, LowBitLinear, SparseLinear))
+    ]
     inner = {id(m.inner) for m in leaves if isinstance(m, SparseLinear)}
     return sum(_bytes(m) for m in [*leaves, drafter.head] if id(m) not in inner)
 
@@ -80,11 +91,12 @@ def _bytes(module: Any) -> int:
     return module.weight.numel() * module.weight.element_size()
 
 
-# ------------------------------------------------------------------------------------------------------- projections
+# -------------------------------------------------------------------------------------- projections
 
 
 class SparseLinear(nn.Module):
-    """`inner` over the input channels above a magnitude; `keep` is their share in the sample that set the threshold."""
+    """`inner` over the input channels above a magnitude; `keep` is their share in the sample that
+    set the threshold."""
 
     def __init__(self, inner: Any, threshold: float, keep: float):
         super().__init__()
@@ -92,7 +104,9 @@ class SparseLinear(nn.Module):
         self.weight: torch.Tensor | None = None
         if isinstance(inner, nn.Linear):
             self.weight = laid_out(inner.weight.detach())
-            if inner.weight.device.type != "cpu":  # dense products there take either layout: no copy is kept
+            if (
+                inner.weight.device.type != "cpu"
+            ):  # dense products there take either layout: no copy is kept
                 inner.weight.data = self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +155,7 @@ def _low_bit_head(head: Any) -> nn.Module:
     return _low_bit(head, 8)
 
 
-# -------------------------------------------------------------------------------------------------------------- trees
+# -------------------------------------------------------------------------------------------- trees
 
 
 def _exit_early(model: Model, layers: int) -> None:

@@ -1,5 +1,5 @@
-"""Which checkpoints can be driven, told from the configuration alone, and in what the Video-LLMs among them differ: how
-frames become tokens, and how the vision tower is asked."""
+"""Which checkpoints can be driven, told from the configuration alone, and in what the Video-LLMs
+among them differ: how frames become tokens, and how the vision tower is asked."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from std_core.types import Geometry
 class Family:
     """In what a kind of Video-LLM differs from others.
 
-    Args:
-        geometry: from its processor.
-        look: (model, kind, patches, grid) to (tokens, hidden × levels), kind 1 for images and 2 for videos, a piece of
-            at most `SEEN` tokens of a video at a time. Levels above the first are what DeepStack adds behind the first
-            layers.
-        resizes: its processor brings frames and images to size by itself; else they come in the size of the plan.
+    Args: geometry: from its processor. look: (model, kind, patches, grid) to (tokens, hidden ×
+        levels), kind 1 for images and 2 for videos, a piece of
+            at most `SEEN` tokens of a video at a time. Levels above the first are what DeepStack
+            adds behind the first layers.
+        resizes: its processor brings frames and images to size by itself; else they come in the
+            size of the plan.
         timed: its processor writes the time of each temporal patch into the prompt.
     """
 
@@ -46,8 +46,8 @@ def writer_of(config: Any) -> Any | None:
 
 
 def refusal(config: Any, writer: Any | None) -> str | None:
-    """Why a model of this configuration and class cannot be driven, as the end of a sentence; None if it can, as far as
-    a configuration tells."""
+    """Why a model of this configuration and class cannot be driven, as the end of a sentence; None
+    if it can, as far as a configuration tells."""
     text = config.get_text_config()
     if writer is None:
         return "writes no text"
@@ -71,13 +71,14 @@ def windowed(text: Any) -> int | None:
     return window if window and window < text.max_position_embeddings else None
 
 
-# --------------------------------------------------------------------------------------------------------- geometry
+# ----------------------------------------------------------------------------------------- geometry
 
 
 def _per_frame(processor: Any) -> Geometry:
-    """Qwen2-VL and 2.5: a budget for each frame, and qwen-vl-utils' cap (nine tenths of 128,000 tokens' pixels, shared
-    by all frames), which binds above 300 full frames. transformers leaves it off where a checkpoint doesn't say, with a
-    warning; here it is off only where the checkpoint says so (`cap_pixels_per_frame: false`)."""
+    """Qwen2-VL and 2.5: a budget for each frame, and qwen-vl-utils' cap (nine tenths of 128,000
+    tokens' pixels, shared by all frames), which binds above 300 full frames. transformers leaves it
+    off where a checkpoint doesn't say, with a warning; here it is off only where the checkpoint
+    says so (`cap_pixels_per_frame: false`)."""
     video = processor.video_processor
     token = (video.patch_size * video.merge_size) ** 2
     capped = getattr(video, "cap_pixels_per_frame", None) is not False
@@ -92,7 +93,8 @@ def _per_frame(processor: Any) -> Geometry:
 
 
 def _per_video(processor: Any) -> Geometry:
-    """Qwen3-VL: a budget for all frames, and the reference implementation's cap for each (`cap_pixels_per_frame`)."""
+    """Qwen3-VL: a budget for all frames, and the reference implementation's cap for each
+    (`cap_pixels_per_frame`)."""
     video = processor.video_processor
     token = (video.patch_size * video.merge_size) ** 2
     return Geometry(
@@ -119,12 +121,16 @@ def _fixed(processor: Any) -> Geometry:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- vision
+# ------------------------------------------------------------------------------------------- vision
 
 
-def _look_qwen(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> Iterator[torch.Tensor]:
+def _look_qwen(
+    hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor
+) -> Iterator[torch.Tensor]:
     pieces = (
-        iter([(patches, grid)]) if kind == 1 else _frames(patches, grid, hf.config.vision_config.spatial_merge_size)
+        iter([(patches, grid)])
+        if kind == 1
+        else _frames(patches, grid, hf.config.vision_config.spatial_merge_size)
     )
     for part, shape in pieces:
         yield _features(hf, kind, part, shape)
@@ -132,7 +138,9 @@ def _look_qwen(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) ->
 
 def _features(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
     """Of one piece; what else the tower gives is gone when the next one comes."""
-    seen = (hf.get_image_features if kind == 1 else hf.get_video_features)(_on(hf, patches), grid.to(hf.device))
+    seen = (hf.get_image_features if kind == 1 else hf.get_video_features)(
+        _on(hf, patches), grid.to(hf.device)
+    )
     levels = [seen.pooler_output, *getattr(seen, "deepstack_features", [])]
     return _joined([_joined(list(level)) for level in levels], dim=-1)
 
@@ -142,7 +150,9 @@ def _joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]
 
 
-def _frames(patches: torch.Tensor, grid: torch.Tensor, merge: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _frames(
+    patches: torch.Tensor, grid: torch.Tensor, merge: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Videos cut between temporal patches, across which no tower of this kind looks."""
     at = 0
     for times, height, width in grid.tolist():
@@ -154,15 +164,21 @@ def _frames(patches: torch.Tensor, grid: torch.Tensor, merge: int) -> Iterator[t
             at += count * size
 
 
-def _look_llava(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> Iterator[torch.Tensor]:
+def _look_llava(
+    hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor
+) -> Iterator[torch.Tensor]:
     if kind == 1:
-        shown = hf.get_image_features(_on(hf, patches), grid.to(hf.device), batch_num_images=[len(grid)])
+        shown = hf.get_image_features(
+            _on(hf, patches), grid.to(hf.device), batch_num_images=[len(grid)]
+        )
         yield torch.cat(shown.pooler_output)
         return
     for frames in patches.split(grid[:, 0].tolist()):  # one by one, since they may differ in frames
         for part in (pieces := frames.split(_frames_at_once(hf))):
             seen = hf.get_video_features(_on(hf, part)[None]).pooler_output[0]
-            yield seen if part is pieces[-1] else seen[:-1]  # a newline stands behind the whole video's last frame
+            yield (
+                seen if part is pieces[-1] else seen[:-1]
+            )  # a newline stands behind the whole video's last frame
 
 
 def _frames_at_once(hf: Any) -> int:

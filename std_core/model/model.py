@@ -1,9 +1,8 @@
 """A Hugging Face model as it is, behind a few verbs: see, place, embed, extend, step.
 
-Its attention is ours through `AttentionInterface`; vision tower, merging of placeholders and M-RoPE index stay its
-own. Positions are always passed: what the model remembers of them (`rope_deltas`) is stale as soon as requests
-interleave.
-"""
+Its attention is ours through `AttentionInterface`; vision tower, merging of placeholders and M-RoPE
+index stay its own. Positions are always passed: what the model remembers of them (`rope_deltas`) is
+stale as soon as requests interleave."""
 
 from __future__ import annotations
 
@@ -53,7 +52,12 @@ class _Probe:
         self.strange: set[str] = set()
 
     def called(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        more: dict[str, Any],
     ) -> None:
         if more.get("softcap"):
             self.strange.add("caps its attention scores")
@@ -63,7 +67,11 @@ class _Probe:
             self.strange.add("attends through a sliding window")
         if not getattr(module, "is_causal", True):
             self.strange.add("reads in both directions")
-        if (key.shape[1], key.shape[3]) != self.shape or key.shape != value.shape or query.shape[3] != self.shape[1]:
+        if (
+            (key.shape[1], key.shape[3]) != self.shape
+            or key.shape != value.shape
+            or query.shape[3] != self.shape[1]
+        ):
             self.strange.add("has keys and values of sizes other than its configuration says")
 
     def attend(
@@ -79,12 +87,12 @@ class _Probe:
 
 
 class Model:
-    """A loaded Hugging Face model, driven by our caches; the model object itself is changed in nothing but the name of
-    its attention.
+    """A loaded Hugging Face model, driven by our caches; the model object itself is changed in
+    nothing but the name of its attention.
 
-    Raises ValueError where its architecture is none that `AttentionInterface` reaches, or has attention that our caches
-    do not know (sliding windows, linear attention, sinks); what its configuration does not tell, one token does.
-    """
+    Raises ValueError where its architecture is none that `AttentionInterface` reaches, or has
+    attention that our caches do not know (sliding windows, linear attention, sinks); what its
+    configuration does not tell, one token does."""
 
     def __init__(self, hf: Any, ranks: Ranks = ALONE):
         text = hf.config.get_text_config()
@@ -93,15 +101,21 @@ class Model:
             raise ValueError(f"{name} {why}")
         self.vision = sees(hf.config)
         self._theirs = _attention_of(hf.config)
-        self._ours = {"text_config": ATTENTION, "vision_config": "sdpa"} if self.vision else {"": ATTENTION}
+        self._ours = (
+            {"text_config": ATTENTION, "vision_config": "sdpa"} if self.vision else {"": ATTENTION}
+        )
         self.hf = hf.eval()
         self.attach()
         self.decoder, self.head = hf.get_decoder(), hf.get_output_embeddings()
         self.embedding = hf.get_input_embeddings()
         self.layers = text.num_hidden_layers
         self.ranks = ranks
-        self.kv_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // ranks.size
-        self.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self.kv_heads = (
+            getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        ) // ranks.size
+        self.head_dim = (
+            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        )
         self.width = self.embedding.embedding_dim
         tower = hf.config.vision_config if self.vision else None
         self.levels = 1 + len(getattr(tower, "deepstack_visual_indexes", ()))
@@ -115,24 +129,38 @@ class Model:
         self.decoder, self.head = fast(self.decoder), fast(self.head)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, *devices: str, ranks: Ranks = ALONE) -> Model:
-        """A checkpoint's weights (GGUF's unpacked), read in full, on one device or with its layers spread over several;
-        of several ranks each reads its share.
+    def load(
+        cls, checkpoint: Checkpoint, dtype: torch.dtype, *devices: str, ranks: Ranks = ALONE
+    ) -> Model:
+        """A checkpoint's weights (GGUF's unpacked), read in full, on one device or with its layers
+        spread over several; of several ranks each reads its share.
 
-        Raises:
-            ValueError: they are missing, incomplete, or of an architecture that cannot be driven or divided.
+        Raises: ValueError: they are missing, incomplete, or of an architecture that cannot be
+            driven or divided.
         """
         gguf = "gguf_file" in checkpoint.source
-        writer: Any = writer_of(checkpoint.config)  # a checkpoint without one is refused at its load
+        writer: Any = writer_of(
+            checkpoint.config
+        )  # a checkpoint without one is refused at its load
         how = division(writer, checkpoint.config, ranks)
-        how |= {"quantization_config": GgufConfig(dequantize=True)} if gguf else {"use_safetensors": True}
+        how |= (
+            {"quantization_config": GgufConfig(dequantize=True)}
+            if gguf
+            else {"use_safetensors": True}
+        )
         try:
-            hf, read = writer.from_pretrained(**checkpoint.source, **how, dtype=dtype, output_loading_info=True)
+            hf, read = writer.from_pretrained(
+                **checkpoint.source, **how, dtype=dtype, output_loading_info=True
+            )
         except (OSError, SafetensorError) as error:
             why = str(error).splitlines()[0]
-            raise ValueError(f"the weights of model {checkpoint.path!r} cannot be read: {why}") from error
+            raise ValueError(
+                f"the weights of model {checkpoint.path!r} cannot be read: {why}"
+            ) from error
         if lacking := sorted(read["missing_keys"]):
-            raise ValueError(f"model {checkpoint.path!r} lacks {len(lacking)} weights, {lacking[0]} among them")
+            raise ValueError(
+                f"model {checkpoint.path!r} lacks {len(lacking)} weights, {lacking[0]} among them"
+            )
         if len(devices) > 1:  # accelerate's hooks move what passes from one layer to the next
             from accelerate import dispatch_model
 
@@ -142,7 +170,8 @@ class Model:
         return cls(hf.to(devices[0]))
 
     def attach(self) -> None:
-        """Puts our attention in place; the model's own `generate` does not work as long as it is."""
+        """Puts our attention in place; the model's own `generate` does not work as long as it
+        is."""
         self.hf.set_attn_implementation(self._ours)
 
     def detach(self) -> None:
@@ -151,9 +180,12 @@ class Model:
 
     @torch.inference_mode()
     def _strange(self) -> str | None:
-        """What one token's way through the model shows that our caches or our use of its head would not do."""
+        """What one token's way through the model shows that our caches or our use of its head would
+        not do."""
         shape = (self.kv_heads, self.head_dim)
-        probe, whole = (_Probe(self.hf.config.get_text_config(), self.layers, shape) for _ in range(2))
+        probe, whole = (
+            _Probe(self.hf.config.get_text_config(), self.layers, shape) for _ in range(2)
+        )
         # no real token's, whose embedding may be zero, as that of padding often is
         embeds = torch.linspace(-1, 1, self.width, dtype=self.dtype, device=self.device)[None, None]
         place = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -161,14 +193,19 @@ class Model:
         if why := probe.complaint():
             return why
         theirs = self.hf(inputs_embeds=embeds, position_ids=place, use_cache=False, kv=whole).logits
-        return None if torch.allclose(ours, theirs, equal_nan=True) else "does more to its logits than its head"
+        return (
+            None
+            if torch.allclose(ours, theirs, equal_nan=True)
+            else "does more to its logits than its head"
+        )
 
     def new_cache(self, rows: int) -> Cache:
         return Cache(self.devices[: self.layers], rows, self.kv_heads, self.head_dim, self.dtype)
 
     def see(self, inputs: Inputs) -> torch.Tensor:
-        """The vision tower: (m_v, hidden × levels) features of all visual tokens, in the order of their places. Videos
-        go through it in pieces, so what it works on does not grow with their length."""
+        """The vision tower: (m_v, hidden × levels) features of all visual tokens, in the order of
+        their places. Videos go through it in pieces, so what it works on does not grow with their
+        length."""
         width = self.width * self.levels
         features = torch.empty(len(inputs.visual), width, dtype=self.dtype, device=self.device)
         kinds = inputs.types[0][inputs.types[0] != 0].to(self.device)
@@ -178,7 +215,11 @@ class Model:
             (2, inputs.video_patches, inputs.video_grid),
         ):
             places, given = (kinds == kind).nonzero()[:, 0], 0
-            for seen in look(self.hf, kind, patches, grid) if patches is not None and grid is not None else ():
+            for seen in (
+                look(self.hf, kind, patches, grid)
+                if patches is not None and grid is not None
+                else ()
+            ):
                 to = places[given : given + len(seen)]
                 features[to] = seen[: len(to)].to(self.dtype)
                 given += len(seen)
@@ -188,8 +229,8 @@ class Model:
         return features
 
     def place(self, inputs: Inputs) -> tuple[torch.Tensor, int]:
-        """Positions (1 or 3, 1, n) of a prompt, and that of the first token behind it, which is one past the last one's
-        own (as `generate` has it), not past the largest."""
+        """Positions (1 or 3, 1, n) of a prompt, and that of the first token behind it, which is one
+        past the last one's own (as `generate` has it), not past the largest."""
         if len(inputs.visual) and hasattr(self.hf.model, "get_rope_index"):
             positions, _ = self.hf.model.get_rope_index(
                 inputs.ids,
@@ -203,17 +244,23 @@ class Model:
         return positions.to(self.device), int(positions[..., -1].max()) + 1
 
     def embed(
-        self, ids: torch.Tensor, types: torch.Tensor | None = None, features: torch.Tensor | None = None
+        self,
+        ids: torch.Tensor,
+        types: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(1, n, hidden × levels): ids (1, n), with features at the places whose type is not 0. Levels above the first,
-        which are DeepStack's, are zero at the others, and left out where there are no features."""
+        """(1, n, hidden × levels): ids (1, n), with features at the places whose type is not 0.
+        Levels above the first, which are DeepStack's, are zero at the others, and left out where
+        there are no features."""
         embeds = self.embedding(ids)
         if types is None or features is None:
             return embeds
         embeds = F.pad(embeds, (0, features.shape[1] - embeds.shape[2]))
         return embeds.masked_scatter((types != 0).to(self.device)[..., None], features)
 
-    def embed_part(self, inputs: Inputs, features: torch.Tensor | None, at: int, end: int) -> torch.Tensor:
+    def embed_part(
+        self, inputs: Inputs, features: torch.Tensor | None, at: int, end: int
+    ) -> torch.Tensor:
         """Places `at` to `end` of a prompt alone: as `embed` has all of it."""
         types, before = inputs.types[:, at:end], int((inputs.types[:, :at] != 0).sum())
         if features is not None:
@@ -237,16 +284,26 @@ class Model:
         """Logits (B, T, vocabulary) behind each of `tokens` (B, T) at `positions` (B, T)."""
         return self.head(self._decode(self.embedding(tokens), positions, kv))
 
-    def _decode(self, embeds: torch.Tensor, positions: torch.Tensor, kv: ChunkStep | RowsStep | _Probe) -> torch.Tensor:
+    def _decode(
+        self, embeds: torch.Tensor, positions: torch.Tensor, kv: ChunkStep | RowsStep | _Probe
+    ) -> torch.Tensor:
         if positions.ndim == 3 and len(positions) == 1:
             positions = positions[0]
         hidden, *deep = embeds.split(self.width, dim=-1)
         more: dict[str, Any] = {}
         if deep:  # added at every place: it is zero where there is nothing to add
             everywhere = torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.device)
-            more = {"visual_pos_masks": everywhere, "deepstack_visual_embeds": [level.flatten(0, 1) for level in deep]}
+            more = {
+                "visual_pos_masks": everywhere,
+                "deepstack_visual_embeds": [level.flatten(0, 1) for level in deep],
+            }
         return self.decoder(
-            inputs_embeds=hidden, position_ids=positions, attention_mask=None, use_cache=False, kv=kv, **more
+            inputs_embeds=hidden,
+            position_ids=positions,
+            attention_mask=None,
+            use_cache=False,
+            kv=kv,
+            **more,
         ).last_hidden_state
 
 
@@ -263,8 +320,9 @@ def layer_names(hf: Any) -> list[str]:
 
 
 def spread(hf: Any, devices: Sequence[str]) -> dict[str, str]:
-    """A device map for accelerate: equally many layers to each device, in order, and all else (vision tower, embedding,
-    norm, head) to the first, so that tokens are fed and chosen in one place.
+    """A device map for accelerate: equally many layers to each device, in order, and all else
+    (vision tower, embedding, norm, head) to the first, so that tokens are fed and chosen in one
+    place.
 
     Raises:
         ValueError: more devices than layers.
@@ -273,7 +331,15 @@ def spread(hf: Any, devices: Sequence[str]) -> dict[str, str]:
     if len(devices) > len(names):
         raise ValueError(f"{len(names)} layers cannot be spread over {len(devices)} devices")
     of_layer = {name: devices[at * len(devices) // len(names)] for at, name in enumerate(names)}
-    others = [n for n, m in hf.named_modules() if n and not any(x == n or x.startswith(f"{n}.") for x in names)]
+    others = [
+        n
+        for n, m in hf.named_modules()
+        if n and not any(x == n or x.startswith(f"{n}.") for x in names)
+    ]
     inside = tuple(f"{name}." for name in names)
-    top = [n for n in others if not n.startswith(inside) and not any(n.startswith(f"{o}.") for o in others)]
+    top = [
+        n
+        for n in others
+        if not n.startswith(inside) and not any(n.startswith(f"{o}.") for o in others)
+    ]
     return of_layer | dict.fromkeys(top, devices[0])

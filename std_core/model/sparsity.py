@@ -1,8 +1,9 @@
-"""Thresholds of activation sparsity (TEAL): which input channels of each projection count, at a given share.
+"""Thresholds of activation sparsity (TEAL): which input channels of each projection count, at a
+given share.
 
-Calibrated on a sample of a projection's inputs, and allotted among the projections of a layer: they give up channels in
-turn, always the one whose output then departs least for the weights it no longer reads.
-"""
+Calibrated on a sample of a projection's inputs, and allotted among the projections of a layer: they
+give up channels in turn, always the one whose output then departs least for the weights it no
+longer reads."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def recorded(decoder: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     def keep(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             rows = args[0].flatten(0, -2)
-            seen[name] = torch.cat([seen[name], rows])[-SAMPLE:] if name in seen else rows[-SAMPLE:].clone()
+            seen[name] = (
+                torch.cat([seen[name], rows])[-SAMPLE:] if name in seen else rows[-SAMPLE:].clone()
+            )
 
         return hook
 
@@ -41,9 +44,11 @@ def recorded(decoder: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def thresholds(decoder: nn.Module, seen: Mapping[str, torch.Tensor], keep: float) -> dict[str, float]:
-    """By a projection's name the magnitude above which its input channels count, so that a share `keep` of each
-    layer's weights is read for a row like those that were seen."""
+def thresholds(
+    decoder: nn.Module, seen: Mapping[str, torch.Tensor], keep: float
+) -> dict[str, float]:
+    """By a projection's name the magnitude above which its input channels count, so that a share
+    `keep` of each layer's weights is read for a row like those that were seen."""
     layers: dict[str, dict[str, nn.Linear]] = {}
     for name, linear in projections(decoder):
         layers.setdefault(name.split(".")[1], {})[name] = linear
@@ -54,7 +59,9 @@ def thresholds(decoder: nn.Module, seen: Mapping[str, torch.Tensor], keep: float
     return found
 
 
-def _allot(linears: Mapping[str, nn.Linear], seen: Mapping[str, torch.Tensor], keep: float) -> dict[str, float]:
+def _allot(
+    linears: Mapping[str, nn.Linear], seen: Mapping[str, torch.Tensor], keep: float
+) -> dict[str, float]:
     """Shares of channels kept per projection; their mean, weighted by size, is `keep`."""
     if keep <= 2 * STEP:
         return dict.fromkeys(linears, keep)

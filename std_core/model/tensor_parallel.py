@@ -1,13 +1,14 @@
-"""One model over several processes (tensor parallelism): each rank holds its share of the heads and of the MLP's
-channels, and all of them go through the same steps with the same rows at the same time.
+"""One model over several processes (tensor parallelism): each rank holds its share of the heads and
+of the MLP's channels, and all of them go through the same steps with the same rows at the same
+time.
 
-transformers' plan says what is divided how, and its loader reads a rank's share of the weights and no more. What a
-divided layer then computes is plain PyTorch again, and what it needs of the other ranks stands around it in a module of
-its own: so a draft's second tree, packed weights and sparse channels work on a share as they do on the whole.
+transformers' plan says what is divided how, and its loader reads a rank's share of the weights and
+no more. What a divided layer then computes is plain PyTorch again, and what it needs of the other
+ranks stands around it in a module of its own: so a draft's second tree, packed weights and sparse
+channels work on a share as they do on the whole.
 
-Ranks are the processes of torch's default group. They must be machines of one kind: what is not divided (vision tower,
-norms, embedding) each of them computes for itself.
-"""
+Ranks are the processes of torch's default group. They must be machines of one kind: what is not
+divided (vision tower, norms, embedding) each of them computes for itself."""
 
 from __future__ import annotations
 
@@ -62,8 +63,9 @@ class Ranks:
         return x
 
     def agreed(self, waiting: Iterator[Request | Pace | None]) -> Iterator[Request | Pace | None]:
-        """The stream as rank 0 has it: when a request comes, with which pace, when none is there yet, and when the
-        stream ends. The other ranks take the same requests, by their ids, from streams of their own.
+        """The stream as rank 0 has it: when a request comes, with which pace, when none is there
+        yet, and when the stream ends. The other ranks take the same requests, by their ids, from
+        streams of their own.
 
         Raises:
             ValueError: a rank's own stream ends without a request that rank 0 has.
@@ -108,9 +110,8 @@ def _find(name: str, waiting: Iterator[Request | Pace | None], early: list[Reque
 def join(size: int, rank: int, address: str, device: str) -> Ranks:
     """Waits until all ranks are there.
 
-    Args:
-        address: where rank 0 listens, `tcp://host:port`; not looked at where torch's default group exists already.
-        device: this rank's.
+    Args: address: where rank 0 listens, `tcp://host:port`; not looked at where torch's default
+        group exists already. device: this rank's.
 
     Raises:
         ValueError: the default group is one of another size.
@@ -119,20 +120,27 @@ def join(size: int, rank: int, address: str, device: str) -> Ranks:
     if cuda:
         index = torch.device(device).index or 0
         torch.cuda.set_device(index)
-        os.environ["LOCAL_RANK"] = str(index)  # where transformers looks up the device that it loads to
+        os.environ["LOCAL_RANK"] = str(
+            index
+        )  # where transformers looks up the device that it loads to
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=WAIT)
+        dist.init_process_group(
+            backend, init_method=address, rank=rank, world_size=size, timeout=WAIT
+        )
     if dist.get_world_size() != size:
-        raise ValueError(f"tensor_parallel_size is {size}, but {dist.get_world_size()} processes are in torch's group")
+        raise ValueError(
+            f"tensor_parallel_size is {size}, but {dist.get_world_size()} processes are in torch's group"
+        )
     return Ranks(size, dist.get_rank())
 
 
-# -------------------------------------------------------------------------------------------------- what is divided
+# ---------------------------------------------------------------------------------- what is divided
 
 
 def undividable(config: Any, size: int) -> str | None:
-    """Why a model of this configuration cannot be shared by so many ranks, as a sentence; None if it can."""
+    """Why a model of this configuration cannot be shared by so many ranks, as a sentence; None if
+    it can."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     parts = {
@@ -148,12 +156,14 @@ def division(writer: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
     """What `from_pretrained` is called with, besides the rest, so that a rank reads its share."""
     if ranks.size == 1:
         return {}
-    return {"distributed_config": DistributedConfig(tp_size=ranks.size, tp_plan=_plan(writer, config))}
+    return {
+        "distributed_config": DistributedConfig(tp_size=ranks.size, tp_plan=_plan(writer, config))
+    }
 
 
 def _plan(writer: Any, config: Any) -> dict[str, str]:
-    """transformers' plan for a model's layers and head, or `PLAN` where it has none for its layers. Each rank has the
-    whole embedding, and a head that is tied to it is cut from it later."""
+    """transformers' plan for a model's layers and head, or `PLAN` where it has none for its layers.
+    Each rank has the whole embedding, and a head that is tied to it is cut from it later."""
     with torch.device("meta"):
         hf = writer(config)
     names = {id(module): name for name, module in hf.named_modules()}
@@ -162,7 +172,10 @@ def _plan(writer: Any, config: Any) -> dict[str, str]:
     if any(name.startswith(layers) for name in hf.tp_plan):
         plan = {name: how for name, how in hf.tp_plan.items() if name.startswith(layers)}
     head = "replicate" if _tied(hf) else "colwise_gather_output"
-    return plan | {names[id(hf.get_input_embeddings())]: "replicate", names[id(hf.get_output_embeddings())]: head}
+    return plan | {
+        names[id(hf.get_input_embeddings())]: "replicate",
+        names[id(hf.get_output_embeddings())]: head,
+    }
 
 
 def _tied(hf: Any) -> bool:
@@ -170,8 +183,8 @@ def _tied(hf: Any) -> bool:
 
 
 def localized(hf: Any, device: str, ranks: Ranks) -> Any:
-    """A model as transformers has divided it, with plain tensors for its weights and modules that do what has to be
-    done between ranks.
+    """A model as transformers has divided it, with plain tensors for its weights and modules that
+    do what has to be done between ranks.
 
     Raises:
         ValueError: something else than projections is divided.
@@ -191,12 +204,15 @@ def localized(hf: Any, device: str, ranks: Ranks) -> Any:
         if placed.dim == 1:
             _put(hf, name, Summed(module))
     hf.to(device)
-    hf.set_output_embeddings(Gathered(_head_of(hf, ranks), hf.get_input_embeddings().num_embeddings, ranks.size))
+    hf.set_output_embeddings(
+        Gathered(_head_of(hf, ranks), hf.get_input_embeddings().num_embeddings, ranks.size)
+    )
     return hf
 
 
 def _head_of(hf: Any, ranks: Ranks) -> nn.Linear:
-    """This rank's part of the head: its own rows of the embedding, in place, if the two are tied."""
+    """This rank's part of the head: its own rows of the embedding, in place, if the two are
+    tied."""
     head = hf.get_output_embeddings()
     if _tied(hf):
         rows = head.weight.detach().chunk(ranks.size)[ranks.rank]
@@ -210,11 +226,12 @@ def _put(hf: nn.Module, name: str, module: nn.Module) -> None:
     setattr(hf.get_submodule(parent), leaf, module)
 
 
-# ----------------------------------------------------------------------------------------------------------- modules
+# ------------------------------------------------------------------------------------------ modules
 
 
 class Summed(nn.Module):
-    """A projection whose input channels are divided: the ranks' products are summed, and the bias comes once."""
+    """A projection whose input channels are divided: the ranks' products are summed, and the bias
+    comes once."""
 
     def __init__(self, inner: nn.Linear):
         super().__init__()
@@ -228,7 +245,8 @@ class Summed(nn.Module):
 
 
 class Gathered(nn.Module):
-    """A head whose tokens are divided: all ranks get the logits of all, the same bits each, and so choose alike."""
+    """A head whose tokens are divided: all ranks get the logits of all, the same bits each, and so
+    choose alike."""
 
     def __init__(self, inner: nn.Module, out_features: int, ranks: int):
         super().__init__()
@@ -244,7 +262,8 @@ class Gathered(nn.Module):
 
 
 class First(nn.Module):
-    """A head of a model that every rank has whole: the logits are rank 0's, so that all choose alike."""
+    """A head of a model that every rank has whole: the logits are rank 0's, so that all choose
+    alike."""
 
     def __init__(self, inner: Any, ranks: Ranks):
         super().__init__()

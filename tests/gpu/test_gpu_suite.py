@@ -1,5 +1,5 @@
-"""What only a GPU can show: kernels as they are compiled, captured rounds. The checks are those of the benchmark suite
-`gpu`, which runs where pytest is not installed."""
+"""What only a GPU can show: kernels as they are compiled, captured rounds. The checks are those of
+the benchmark suite `gpu`, which runs where pytest is not installed."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from jobs.demo_model import world
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Suites set a number of threads for their process, which stays; here two threads of small products mostly wait for
-    one another, for minutes where the cores have other work."""
+    """Suites set a number of threads for their process, which stays; here two threads of small
+    products mostly wait for one another, for minutes where the cores have other work."""
     torch.set_num_threads(1)
 
 

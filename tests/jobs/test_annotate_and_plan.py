@@ -23,11 +23,21 @@ def test_questions_are_answered_and_their_columns_carried(
     tiny_model: Path, archive: Path, tmp_path: Path, ray_cluster: None
 ) -> None:
     (tmp_path / "rows.csv").write_text(ROWS)
-    words = ["--input", str(tmp_path / "rows.csv"), "--output", str(tmp_path / "out"), "--model", str(tiny_model)]
+    words = [
+        "--input",
+        str(tmp_path / "rows.csv"),
+        "--output",
+        str(tmp_path / "out"),
+        "--model",
+        str(tiny_model),
+    ]
     columns = ["--video-column", "clip", "--question-column", "ask", "--max-tokens", "8"]
     summary = run_job(parse_job([*words, *columns], "test"), "", survey=Here)
     assert (summary["requests"], summary["errors"], summary["videos_decoded"]) == (5, 2, 2)
-    found = {(Path(row["clip"]).name, row["prompt"]): row for row in read(str(tmp_path / "out")).to_pylist()}
+    found = {
+        (Path(row["clip"]).name, row["prompt"]): row
+        for row in read(str(tmp_path / "out")).to_pylist()
+    }
     assert found["good-0.mp4", "Which?"]["split"] == "test"
     good = (("good-0.mp4", "How many?"), ("good-0.mp4", "Which?"), ("good-1.mp4", "What?"))
     assert all(found[key]["text"] for key in good)

@@ -18,7 +18,20 @@ from pipeline.video import frames
 from std_core.cost_model.device_specs import NAMED
 from std_core.cost_model.profile import KINDS, VERSION
 
-SMALL = ["--contexts", "64,200", "--rows", "1,2", "--tokens", "3", "--pairs", "1", "--threads", "1", "--device", "cpu"]
+SMALL = [
+    "--contexts",
+    "64,200",
+    "--rows",
+    "1,2",
+    "--tokens",
+    "3",
+    "--pairs",
+    "1",
+    "--threads",
+    "1",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +40,14 @@ def calibrated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(measure.GIGABYTES, "cpu", 0.02)
-        words = ["--model", str(tiny_model), "--output", str(path), "--drafts", "std,int8,ngram,teal"]
+        words = [
+            "--model",
+            str(tiny_model),
+            "--output",
+            str(path),
+            "--drafts",
+            "std,int8,ngram,teal",
+        ]
         assert calibrate.main([*words, *SMALL]) == 0
     return path
 
@@ -49,11 +69,22 @@ def test_a_profile_holds_every_draft_and_cost(calibrated: Path) -> None:
         ("std", "full"), ("std", "int8"), ("ngram", "full"), ("full", "full"),
     ]  # fmt: skip
     for tried in profile.drafts:
-        kinds = [(context, kind, drawn) for context in (0, 1) for kind in KINDS for drawn in (False, True)]
+        kinds = [
+            (context, kind, drawn)
+            for context in (0, 1)
+            for kind in KINDS
+            for drawn in (False, True)
+        ]
         assert [(int(a.context > 250), a.kind, a.drawn) for a in tried.acceptance] == kinds
-        assert all(0 < len(a.accepted) <= tried.draft.gamma and a.refused[0] >= 0 for a in tried.acceptance)
+        assert all(
+            0 < len(a.accepted) <= tried.draft.gamma and a.refused[0] >= 0 for a in tried.acceptance
+        )
         assert tried.cost.seconds(1e-4, 1, 100) > 0
-    assert profile.full.seconds(1e-4, 8, 1000) > 0 and profile.prefill_s(100) > 0 and profile.vision > 0
+    assert (
+        profile.full.seconds(1e-4, 8, 1000) > 0
+        and profile.prefill_s(100) > 0
+        and profile.vision > 0
+    )
     assert {rows for _, rows, _ in profile.union} == {1, 2, 4, 8}
     assert profile.spread[0] <= 1 <= profile.spread[1] and profile.noise >= 0
 
@@ -74,9 +105,17 @@ def test_a_plan_weighs_the_drafts_of_a_profile(
     assert found["figures"].startswith("times as measured on")
     (bucket,) = [b for b in found["buckets"].values() if b["requests"] == 6] or [None]
     assert bucket is not None
-    assert {way["draft"].split(" ")[0] for way in bucket["candidates"]} == {"dense", "std", "ngram", "full"}
+    assert {way["draft"].split(" ")[0] for way in bucket["candidates"]} == {
+        "dense",
+        "std",
+        "ngram",
+        "full",
+    }
     assert bucket["candidates"][0]["draft"] in bucket["drafts"] and bucket["crossover"] > 0
-    assert sum(found["shares"].values()) == pytest.approx(1, abs=1e-3) and min(found["seconds"].values()) > 0
+    assert (
+        sum(found["shares"].values()) == pytest.approx(1, abs=1e-3)
+        and min(found["seconds"].values()) > 0
+    )
     low, expected, high = found["engine_hours"]
     assert low <= expected <= high and len(found["cost"]) == 3
     assert set(found["engine_hours_elsewhere"]) == set(NAMED)
@@ -86,7 +125,16 @@ def test_a_plan_weighs_the_drafts_of_a_profile(
 def test_a_named_draft_is_planned_with(
     calibrated: Path, tiny_model: Path, archive: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--input", str(archive), "--model", str(tiny_model), "--profile", str(calibrated), "--draft", "int8")
+    words = (
+        "--input",
+        str(archive),
+        "--model",
+        str(tiny_model),
+        "--profile",
+        str(calibrated),
+        "--draft",
+        "int8",
+    )
     _, found = plan(capsys, *words)
     assert {wave["draft"] for wave in found["waves"]} == {"std 0.2 int8 γ5"}
     _, found = plan(capsys, *words[:-2], "--mode", "dense")
@@ -128,15 +176,23 @@ def test_a_profile_of_something_else_is_refused_by_name(
 
 
 def test_without_verification_a_draft_needs_a_retrieval_test_that_it_passed(
-    calibrated: Path, tiny_model: Path, archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    calibrated: Path,
+    tiny_model: Path,
+    archive: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     content = json.loads(calibrated.read_text())
     words = ["--input", str(archive), "--model", str(tiny_model), "--mode", "sparse"]
     assert main(words, "plan.py", dry=True) == 0
     assert "nothing shows that its texts hold what is asked for" in capsys.readouterr().err
-    assert "holds no retrieval test of this draft" in plan(capsys, *words, "--profile", str(calibrated), code=2)
+    assert "holds no retrieval test of this draft" in plan(
+        capsys, *words, "--profile", str(calibrated), code=2
+    )
     for sparse, code in ((20, 2), (29, 0)):
-        content["drafts"][0]["retrieved"] = [{"context": 200, "asked": 32, "dense": 30, "sparse": sparse}]
+        content["drafts"][0]["retrieved"] = [
+            {"context": 200, "asked": 32, "dense": 30, "sparse": sparse}
+        ]
         tried = tmp_path / f"{sparse}.json"
         tried.write_text(json.dumps(content))
         told = plan(capsys, *words, "--profile", str(tried), code=code)
@@ -144,12 +200,18 @@ def test_without_verification_a_draft_needs_a_retrieval_test_that_it_passed(
 
 
 def test_where_nothing_fits_a_plan_says_what_would_help(
-    calibrated: Path, tiny_model: Path, archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    calibrated: Path,
+    tiny_model: Path,
+    archive: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     content = json.loads(calibrated.read_text())
     small = tmp_path / "small.json"
     small.write_text(json.dumps(content | {"device": content["device"] | {"memory": 1e5}}))
-    error = plan(capsys, "--input", str(archive), "--model", str(tiny_model), "--profile", str(small), code=2)
+    error = plan(
+        capsys, "--input", str(archive), "--model", str(tiny_model), "--profile", str(small), code=2
+    )
     assert "would help" in error
 
 

@@ -29,8 +29,19 @@ LONGER = ("--max-tokens=24",)
 def run(tiny_model: Path, ray_cluster: None) -> Any:
     """Runs a job in this process, on the tests' cluster, as a command line would."""
 
-    def start(source: object, output: object, *words: str, prompt: str = "Describe this video.") -> dict[str, Any]:
-        flags = ["--input", str(source), "--output", str(output), "--model", str(tiny_model), "--max-tokens", "8"]
+    def start(
+        source: object, output: object, *words: str, prompt: str = "Describe this video."
+    ) -> dict[str, Any]:
+        flags = [
+            "--input",
+            str(source),
+            "--output",
+            str(output),
+            "--model",
+            str(tiny_model),
+            "--max-tokens",
+            "8",
+        ]
         return run_job(parse_job([*flags, *words], "test"), prompt, survey=Here)
 
     return start
@@ -38,7 +49,8 @@ def run(tiny_model: Path, ray_cluster: None) -> Any:
 
 @pytest.fixture(scope="module")
 def verified(run: Any, shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of an undisturbed run over `shelf` that drafts; other runs' texts are compared with its."""
+    """The output of an undisturbed run over `shelf` that drafts; other runs' texts are compared
+    with its."""
     output = tmp_path_factory.mktemp("verified") / "out"
     assert run(shelf, output, *LONGER)["new"] == 6
     return output
@@ -53,7 +65,9 @@ def texts_of(output: object) -> dict[tuple[str, str], str]:
     return {(row["video_uri"], row["prompt"]): row["text"] for row in read(str(output)).to_pylist()}
 
 
-def test_bad_files_get_their_rows_and_the_others_captions(run: Any, archive: Path, tmp_path: Path) -> None:
+def test_bad_files_get_their_rows_and_the_others_captions(
+    run: Any, archive: Path, tmp_path: Path
+) -> None:
     clip = (archive / "good-2.mp4").read_bytes()
     (archive / "text.mp4").write_text("this is no video\n" * 100)
     (archive / "empty.mp4").write_bytes(b"")
@@ -61,14 +75,23 @@ def test_bad_files_get_their_rows_and_the_others_captions(run: Any, archive: Pat
     summary = run(archive, tmp_path / "out")
     rows = rows_of(tmp_path / "out")
     codes = {name: row["error_code"] for name, row in rows.items() if row["status"] == "error"}
-    assert codes == {"text.mp4": "not_a_video", "empty.mp4": "empty_file", "cut.mp4": "truncated_file"}
+    assert codes == {
+        "text.mp4": "not_a_video",
+        "empty.mp4": "empty_file",
+        "cut.mp4": "truncated_file",
+    }
     good = [row for name, row in rows.items() if name.startswith("good")]
     assert len(good) == 6
-    assert all(row["text"] and row["status"] in ("success", "truncated") and not row["frames_lost"] for row in good)
+    assert all(
+        row["text"] and row["status"] in ("success", "truncated") and not row["frames_lost"]
+        for row in good
+    )
     assert all(row["num_visual_tokens"] == row["planned_visual_tokens"] > 0 for row in good)
     assert all(len(row["frame_pts"]) >= 4 and row["draft"] == "std" for row in good)
     # γ, but for what lay behind a row's end
-    assert all(0 < row["gamma"] <= 5 for row in good if row["rounds"]) and any(row["gamma"] == 5 for row in good)
+    assert all(0 < row["gamma"] <= 5 for row in good if row["rounds"]) and any(
+        row["gamma"] == 5 for row in good
+    )
     assert summary["requests"] == summary["new"] == 9
     assert summary["errors"] == 3
     assert summary["tokens"] == sum(row["num_generated_tokens"] for row in good)
@@ -76,7 +99,9 @@ def test_bad_files_get_their_rows_and_the_others_captions(run: Any, archive: Pat
     a_second_run_does_what_is_missing(run, archive, tmp_path / "out", summary)
 
 
-def a_second_run_does_what_is_missing(run: Any, archive: Path, output: Path, first: dict[str, Any]) -> None:
+def a_second_run_does_what_is_missing(
+    run: Any, archive: Path, output: Path, first: dict[str, Any]
+) -> None:
     parts = sorted(output.glob("part-*.parquet"))
     second = run(archive, output)
     assert (first["videos_decoded"], second["videos_decoded"], second["new"]) == (6, 0, 0)
@@ -84,11 +109,22 @@ def a_second_run_does_what_is_missing(run: Any, archive: Path, output: Path, fir
     assert sorted(output.glob("part-*.parquet")) == parts
     (archive / "text.mp4").write_bytes((archive / "good-2.mp4").read_bytes())
     third = run(archive, output)
-    assert (third["requests"], third["new"], third["errors"], third["videos_decoded"]) == (9, 1, 2, 1)
+    assert (third["requests"], third["new"], third["errors"], third["videos_decoded"]) == (
+        9,
+        1,
+        2,
+        1,
+    )
 
 
-def test_a_video_is_decoded_once_for_all_its_prompts(run: Any, archive: Path, tmp_path: Path) -> None:
-    prompts = ("--prompt=Describe this video.", "--prompt=How many scenes are there?", "--prompt=a, b: {c}")
+def test_a_video_is_decoded_once_for_all_its_prompts(
+    run: Any, archive: Path, tmp_path: Path
+) -> None:
+    prompts = (
+        "--prompt=Describe this video.",
+        "--prompt=How many scenes are there?",
+        "--prompt=a, b: {c}",
+    )
     summary = run(archive, tmp_path / "out", *prompts, "--max-num-seqs", "2", "--limit", "17")
     assert (summary["requests"], summary["errors"], summary["videos_decoded"]) == (17, 0, 6)
     assert len(texts_of(tmp_path / "out")) == 17
@@ -114,7 +150,9 @@ def test_a_pair_writes_what_its_larger_model_would(run: Any, archive: Path, tmp_
     assert all(row["weight_keep"] < 0.35 for row in rows_of(tmp_path / "pair").values())
 
 
-def test_unverified_texts_are_requests_of_their_own(run: Any, shelf: Path, verified: Path, tmp_path: Path) -> None:
+def test_unverified_texts_are_requests_of_their_own(
+    run: Any, shelf: Path, verified: Path, tmp_path: Path
+) -> None:
     words, output = ("--mode=sparse", "--draft=random", "--keep=0.05", *LONGER), tmp_path / "out"
     shutil.copytree(verified, output)
     assert run(shelf, output, *words)["new"] == 6
@@ -133,16 +171,25 @@ def test_failures_are_retried_on_demand(run: Any, archive: Path, tmp_path: Path)
     assert (again["requests"], again["errors"], again["new"]) == (6, 6, 0)
     retried = run(archive, tmp_path / "out", "--retry-failed")
     assert (retried["requests"], retried["new"], retried["errors"]) == (6, 6, 0)
-    assert pyarrow.dataset.dataset(sorted((tmp_path / "out").glob("part-*.parquet"))).count_rows() == 6
+    assert (
+        pyarrow.dataset.dataset(sorted((tmp_path / "out").glob("part-*.parquet"))).count_rows() == 6
+    )
 
 
 def test_from_a_bucket_into_a_bucket(run: Any, s3: Any, clips: list[bytes]) -> None:
     bucket = s3.bucket.removeprefix("s3://")
-    for name, content in (("dt=2025-01-01/a#1%20.mp4", clips[0]), ("b, c.mp4", clips[1]), ("d.mp4", b"")):
+    for name, content in (
+        ("dt=2025-01-01/a#1%20.mp4", clips[0]),
+        ("b, c.mp4", clips[1]),
+        ("d.mp4", b""),
+    ):
         s3.client().put_object(Bucket=bucket, Key=f"in/{name}", Body=content)
     summary = run(f"{s3.bucket}/in", f"{s3.bucket}/out")
     assert (summary["requests"], summary["errors"], summary["videos_decoded"]) == (3, 1, 2)
-    assert {name for name, row in rows_of(f"{s3.bucket}/out").items() if row["text"]} == {"a#1%20.mp4", "b, c.mp4"}
+    assert {name for name, row in rows_of(f"{s3.bucket}/out").items() if row["text"]} == {
+        "a#1%20.mp4",
+        "b, c.mp4",
+    }
     assert run(f"{s3.bucket}/in", f"{s3.bucket}/out")["new"] == 0
 
 
@@ -197,7 +244,7 @@ def test_a_model_without_weights_ends_the_run_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------- as a user's process, on its own
+# ------------------------------------------------------------------ as a user's process, on its own
 
 
 def command(tiny_model: Path, source: Path, output: Path, *words: str) -> list[str]:
@@ -205,13 +252,31 @@ def command(tiny_model: Path, source: Path, output: Path, *words: str) -> list[s
     return [sys.executable, str(SCRIPT), *flags]
 
 
-SLOW = ("--max-tokens", "64", "--max-num-seqs", "1", "--prompt", "a", "--prompt", "b", "--prompt", "c", "--prompt", "d")
+SLOW = (
+    "--max-tokens",
+    "64",
+    "--max-num-seqs",
+    "1",
+    "--prompt",
+    "a",
+    "--prompt",
+    "b",
+    "--prompt",
+    "c",
+    "--prompt",
+    "d",
+)
 
 
 def test_killed_half_way_and_run_again_every_request_has_one_row(
-    ray_cluster: None, tiny_model: Path, archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ray_cluster: None,
+    tiny_model: Path,
+    archive: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The first time in a process of its own; the second one in this process, on the tests' cluster."""
+    """The first time in a process of its own; the second one in this process, on the tests'
+    cluster."""
     output = tmp_path / "out"
     words = command(tiny_model, archive, output, *SLOW, "--rows-per-part", "1")
     driver = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -230,7 +295,9 @@ def test_killed_half_way_and_run_again_every_request_has_one_row(
     assert pyarrow.dataset.dataset(sorted(output.glob("part-*.parquet"))).count_rows() == 24
 
 
-def test_stopped_by_a_signal_it_keeps_what_is_finished(tiny_model: Path, archive: Path, tmp_path: Path) -> None:
+def test_stopped_by_a_signal_it_keeps_what_is_finished(
+    tiny_model: Path, archive: Path, tmp_path: Path
+) -> None:
     words = command(tiny_model, archive, tmp_path / "out", *SLOW, "--max-tokens=256")
     driver = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     assert driver.stderr is not None
@@ -255,8 +322,14 @@ WRONG = {
     "unknown draft": (["--input", "{videos}", "--output", "{out}", "--draft", "sdt"], "std"),
     "no draft's share": (["--input", "{videos}", "--output", "{out}", "--keep", "2"], "keep"),
     "foreign output": (["--input", "{videos}", "--output", "{tmp}/foreign"], "foreign"),
-    "window": (["--input", "{videos}", "--output", "{out}", "--max-model-len", "99999999"], "--max-model-len"),
-    "prompts": (["--input", "{videos}", "--output", "{out}", "--prompts", "{tmp}/none.txt"], "none.txt"),
+    "window": (
+        ["--input", "{videos}", "--output", "{out}", "--max-model-len", "99999999"],
+        "--max-model-len",
+    ),
+    "prompts": (
+        ["--input", "{videos}", "--output", "{out}", "--prompts", "{tmp}/none.txt"],
+        "none.txt",
+    ),
 }
 PROBE = """
 import json, sys
@@ -281,7 +354,9 @@ def test_what_is_wrong_is_said_in_one_sentence_before_ray_starts(
         lines.append([word.format(**places) for word in words] + model)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", PROBE]
-    done = subprocess.run(words, input=json.dumps(lines), capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        words, input=json.dumps(lines), capture_output=True, text=True, env=environment
+    )
     assert done.stdout.splitlines() == ["code 2 False"] * len(WRONG), done.stderr
     for said, (name, (_, named)) in zip(done.stderr.split("end\n"), WRONG.items(), strict=False):
         assert len(said.splitlines()) == 1, (name, said)

@@ -21,7 +21,15 @@ from pipeline.intake.survey_process import Here
 from pipeline.job import run_job
 
 RAY = Path(sys.executable).with_name("ray")
-COLUMNS = ("video_uri", "prompt", "text", "status", "num_prompt_tokens", "num_visual_tokens", "request_id")
+COLUMNS = (
+    "video_uri",
+    "prompt",
+    "text",
+    "status",
+    "num_prompt_tokens",
+    "num_visual_tokens",
+    "request_id",
+)
 
 
 def free_port() -> int:
@@ -32,11 +40,15 @@ def free_port() -> int:
 
 @pytest.fixture
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """`ray start --head`, in a session folder and on ports of its own; the environment that reaches its dashboard."""
+    """`ray start --head`, in a session folder and on ports of its own; the environment that reaches
+    its dashboard."""
     folder = tmp_path_factory.mktemp("r")
     port, dashboard = free_port(), free_port()
     names = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}
-    names |= {"HOME": str(folder), "PATH": f"{RAY.parent}{os.pathsep}{names['PATH']}"}  # as in an activated environment
+    names |= {
+        "HOME": str(folder),
+        "PATH": f"{RAY.parent}{os.pathsep}{names['PATH']}",
+    }  # as in an activated environment
     environment = names | {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}", "OMP_NUM_THREADS": "1"}
     start = subprocess.Popen(
         [str(RAY), "start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2",
@@ -54,18 +66,30 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 def test_a_submitted_job_writes_the_same_rows(
     head: dict[str, str], ray_cluster: None, tiny_model: Path, archive: Path, tmp_path: Path
 ) -> None:
-    flags = ["--input", str(archive), "--model", str(tiny_model), "--max-tokens", "6", "--prompt", "What is there?"]
+    flags = [
+        "--input",
+        str(archive),
+        "--model",
+        str(tiny_model),
+        "--max-tokens",
+        "6",
+        "--prompt",
+        "What is there?",
+    ]
     run_job(parse_job([*flags, "--output", str(tmp_path / "local")], "test"), survey=Here)
     submit = [str(RAY), "job", "submit", "--working-dir", ".", "--"]
     script = ["python", "jobs/caption_archive.py", *flags, "--output", str(tmp_path / "submitted")]
     for _ in range(30):
-        done = subprocess.run([*submit, *script], cwd=ROOT, capture_output=True, text=True, env=head, timeout=300)
+        done = subprocess.run(
+            [*submit, *script], cwd=ROOT, capture_output=True, text=True, env=head, timeout=300
+        )
         if "No available agent" not in done.stderr + done.stdout:
             break  # else the cluster is still starting
         time.sleep(2)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [
-        read(str(tmp_path / name)).select(COLUMNS).sort_by("video_uri").to_pylist() for name in ("local", "submitted")
+        read(str(tmp_path / name)).select(COLUMNS).sort_by("video_uri").to_pylist()
+        for name in ("local", "submitted")
     ]
     assert rows[0] == rows[1]
     assert len(rows[0]) == 6

@@ -23,7 +23,16 @@ def test_a_run_into_a_bucket_and_its_report(
     tiny_model: Path, ray_cluster: None, archive: Path, s3: Any, capsys: Any
 ) -> None:
     (archive / "<script>alert(1)<script>.mp4").write_text("this is no video\n" * 100)
-    words = ["--input", str(archive), "--output", f"{s3.bucket}/out", "--model", str(tiny_model), "--max-tokens", "8"]
+    words = [
+        "--input",
+        str(archive),
+        "--output",
+        f"{s3.bucket}/out",
+        "--model",
+        str(tiny_model),
+        "--max-tokens",
+        "8",
+    ]
     summary = run_job(parse_job(words, "test"), "Describe this video.", survey=Here)
     said = capsys.readouterr().err.splitlines()[-1]
     assert "7 answered (1 failed) of 7" in said and said.endswith("nothing left; 0 MB of frames")
@@ -31,7 +40,9 @@ def test_a_run_into_a_bucket_and_its_report(
     assert (run.outcome, run.about["engines"], run.about["draft"]) == ("finished", 1, "std")
     assert run.samples[-1][1:3] == [7, 1] and run.samples[-1][3] == summary["tokens"]
     rows = read(f"{s3.bucket}/out").to_pylist()
-    contexts = [r["num_prompt_tokens"] + r["num_visual_tokens"] for r in rows if r["status"] != "error"]
+    contexts = [
+        r["num_prompt_tokens"] + r["num_visual_tokens"] for r in rows if r["status"] != "error"
+    ]
     assert [wave[2:5] for wave in run.waves] == [[6, min(contexts), max(contexts)]]
     done = report("--output", f"{s3.bucket}/out", "--price-per-hour", "3.5")
     assert done.returncode == 0, done.stderr
@@ -53,5 +64,9 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path) -> None:
     ):
         done = report(*words)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("report.py: ") and named in done.stderr and done.stderr.count("\n") == 1
+        assert (
+            done.stderr.startswith("report.py: ")
+            and named in done.stderr
+            and done.stderr.count("\n") == 1
+        )
     assert not list(tmp_path.iterdir())

@@ -35,21 +35,33 @@ def archive(tmp_path: Path, clips: list[bytes]) -> Path:
 @pytest.fixture
 def run(tiny_model: Path, archive: Path, tmp_path: Path, ray_cluster: None) -> Any:
     def start(name: str, *words: str) -> list[dict[str, Any]]:
-        flags = ["--input", str(archive), "--output", str(tmp_path / name), "--model", str(tiny_model), *PROMPTS]
-        run_job(parse_job([*flags, "--max-tokens=6", "--max-num-seqs=1", *words], "test"), survey=Here)
+        flags = [
+            "--input",
+            str(archive),
+            "--output",
+            str(tmp_path / name),
+            "--model",
+            str(tiny_model),
+            *PROMPTS,
+        ]
+        run_job(
+            parse_job([*flags, "--max-tokens=6", "--max-num-seqs=1", *words], "test"), survey=Here
+        )
         return read(str(tmp_path / name)).to_pylist()
 
     return start
 
 
 def profile_with_a_crossing(model: Path, context: float, device: str = "") -> Profile:
-    """A dense step takes its bytes' time, a draft step as long whatever the context: from `context` tokens on that pays
-    for texts of six tokens, of which the prefill writes one."""
+    """A dense step takes its bytes' time, a draft step as long whatever the context: from `context`
+    tokens on that pays for texts of six tokens, of which the prefill writes one."""
     checkpoint = Checkpoint.load(str(model))
     account, here = checkpoint.account("float32"), device_at_hand("cpu")
     there = type(here)(device or here.name, "cpu", BANDWIDTH, here.memory, here.flops)
     dense = account.step_bytes([context]) / BANDWIDTH
-    std = Tried(Draft("std"), Cost(0.0, dense / 1.53), (0.0, 0.0), (Accepted(200, "caption", (90,), (10,)),))
+    std = Tried(
+        Draft("std"), Cost(0.0, dense / 1.53), (0.0, 0.0), (Accepted(200, "caption", (90,), (10,)),)
+    )
     costs = Cost(1.0), (0.0, 1e-4, 0.0), 1e-4
     return Profile(there, checkpoint.revision, "float32", account, *costs, (std,))
 
@@ -74,7 +86,9 @@ def test_long_contexts_draft_and_short_ones_do_not_and_texts_are_the_same(
         assert row["draft"] == ("std" if long else "dense"), row
         drafted += [row["proposed"] > 0] * long
         assert long or not row["proposed"]
-    assert any(drafted) and not all(drafted)  # an untrained model accepts next to nothing: the gate closes
+    assert any(drafted) and not all(
+        drafted
+    )  # an untrained model accepts next to nothing: the gate closes
 
 
 def test_a_profile_of_another_device_is_refused_before_anything_starts(

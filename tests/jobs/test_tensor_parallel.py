@@ -17,10 +17,20 @@ from pipeline.records import Answer, UsageError
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model: Path, shelf: Path, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def run(
+    tiny_model: Path, shelf: Path, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     def start(*words: str) -> dict[str, str]:
         output = str(tmp_path_factory.mktemp("run") / "out")
-        flags = ["--input", str(shelf), "--output", output, "--model", str(tiny_model), "--draft=specvlm"]
+        flags = [
+            "--input",
+            str(shelf),
+            "--output",
+            output,
+            "--model",
+            str(tiny_model),
+            "--draft=specvlm",
+        ]
         flags += ["--prompt=Describe this video.", "--max-tokens=20", "--max-num-seqs=1"]
         run_job(parse_job([*flags, *words], "test"), survey=Here)
         return {row["video_uri"]: row["text"] for row in read(output).to_pylist()}
@@ -36,7 +46,11 @@ def of_one(run: Any) -> dict[str, str]:
 
 def engines() -> list[psutil.Process]:
     """Engine actors that descend from this process and run."""
-    found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::EngineAct")]
+    found = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if p.name().startswith("ray::EngineAct")
+    ]
     return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -64,7 +78,10 @@ def test_two_ranks_write_what_one_does_and_when_one_dies_another_engine_takes_th
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tensor-parallel-size=4"], "--tensor-parallel-size is 4: the model's 2 KV heads and 6 query heads"),
+        (
+            ["--tensor-parallel-size=4"],
+            "--tensor-parallel-size is 4: the model's 2 KV heads and 6 query heads",
+        ),
         (["--tensor-parallel-size=0"], "--tensor-parallel-size is 0: at least 1"),
         (["--tensor-parallel-size=2", "--pipeline-parallel-size=2"], "do not go together"),
         (["--tensor-parallel-size=3", "--strict=9"], "--strict goes with 2 at most"),
@@ -74,4 +91,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     tiny_model: Path, archive: Path, words: list[str], said: str
 ) -> None:
     with pytest.raises(UsageError, match=said):
-        plan_job(parse_job(["--input", str(archive), "--model", str(tiny_model), *words], "test"), "Describe this.")
+        plan_job(
+            parse_job(["--input", str(archive), "--model", str(tiny_model), *words], "test"),
+            "Describe this.",
+        )

@@ -12,13 +12,30 @@ from pipeline.job import run_job
 
 
 def test_every_window_gets_its_row(tiny_model: Path, ray_cluster: None, tmp_path: Path) -> None:
-    """Six scenes of 2 s in windows of 4 s; all windows of a file in one pass, and a second run has nothing to do."""
+    """Six scenes of 2 s in windows of 4 s; all windows of a file in one pass, and a second run has
+    nothing to do."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "long.mp4").write_bytes(world.write_clip(1, 6)[1])
     (tmp_path / "in" / "empty.mp4").write_bytes(b"")
     output = str(tmp_path / "out")
-    flags = ["--input", str(tmp_path / "in"), "--output", output, "--model", str(tiny_model), "--max-tokens", "4"]
-    flags += ["--window-seconds", "4", "--prompt", "Describe this video.", "--prompt", "How many scenes are there?"]
+    flags = [
+        "--input",
+        str(tmp_path / "in"),
+        "--output",
+        output,
+        "--model",
+        str(tiny_model),
+        "--max-tokens",
+        "4",
+    ]
+    flags += [
+        "--window-seconds",
+        "4",
+        "--prompt",
+        "Describe this video.",
+        "--prompt",
+        "How many scenes are there?",
+    ]
     job = parse_job(flags, "test")
     summary = run_job(job, survey=Here)
     rows = read(output).to_pylist()

@@ -70,8 +70,14 @@ def _over_two_segments(
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     before = torch.tensor(lengths[:rows])
     query = torch.randn(rows, heads[0], width, dim, generator=rng)
-    own = tuple(torch.randn(rows, heads[1], int(before.max()) + width + 3, dim, generator=rng) for _ in range(2))
-    shared = tuple(torch.randn(len(prefixes), heads[1], max(prefixes) + 5, dim, generator=rng) for _ in range(2))
+    own = tuple(
+        torch.randn(rows, heads[1], int(before.max()) + width + 3, dim, generator=rng)
+        for _ in range(2)
+    )
+    shared = tuple(
+        torch.randn(len(prefixes), heads[1], max(prefixes) + 5, dim, generator=rng)
+        for _ in range(2)
+    )
     under = data.draw(st.lists(st.integers(-1, len(prefixes) - 1), min_size=rows, max_size=rows))
     groups = Groups.of(under, prefixes)
     want = attention.reference_rows(query, own, before, shared, groups, dim**-0.5)  # type: ignore[arg-type]
@@ -97,9 +103,16 @@ def _over_two_segments(
     st.integers(0, 2**31),
 )
 def test_long_rows_and_their_logsumexp(
-    compiled: bool, dtype: torch.dtype, heads: tuple[int, int], width: int, dim: int, lengths: list[int], seed: int
+    compiled: bool,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    width: int,
+    dim: int,
+    lengths: list[int],
+    seed: int,
 ) -> None:
-    """Over the borders of blocks, splits and chunks, under prefixes of their own and shared ones."""
+    """Over the borders of blocks, splits and chunks, under prefixes of their own and shared
+    ones."""
     rng = torch.Generator().manual_seed(seed)
     query, *stores = (
         torch.randn(3, n, m, dim, generator=rng).to(dtype)
@@ -108,28 +121,47 @@ def test_long_rows_and_their_logsumexp(
     own, shared = (stores[0], stores[1]), (stores[2], stores[3])
     groups = Groups.of([1, 0, 1], [lengths[1], lengths[2]])
     with kernels(compiled, dtype):
-        got, lse = attention.attend_rows(query, own, torch.tensor(lengths), shared, groups, dim**-0.5)
+        got, lse = attention.attend_rows(
+            query, own, torch.tensor(lengths), shared, groups, dim**-0.5
+        )
     want = attention.reference_rows(query, own, torch.tensor(lengths), shared, groups, dim**-0.5)
     near = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.double(), want, rtol=near, atol=near)
     key = torch.cat([shared[0][0, :, : lengths[1]], own[0][1, :, : lengths[1] + 1]], dim=1)
-    scores = key.repeat_interleave(heads[0] // heads[1], 0).double() @ query[1, :, 0, :, None].double() * dim**-0.5
-    torch.testing.assert_close(lse[1, :, 0].double(), scores[..., 0].logsumexp(-1), rtol=1e-3, atol=1e-3)
+    scores = (
+        key.repeat_interleave(heads[0] // heads[1], 0).double()
+        @ query[1, :, 0, :, None].double()
+        * dim**-0.5
+    )
+    torch.testing.assert_close(
+        lse[1, :, 0].double(), scores[..., 0].logsumexp(-1), rtol=1e-3, atol=1e-3
+    )
 
 
 @BOTH
 @settings(max_examples=25, deadline=None)
-@given(HEADS, st.integers(1, 150), st.lists(st.integers(0, 140), min_size=0, max_size=2), st.integers(0, 2**31))
+@given(
+    HEADS,
+    st.integers(1, 150),
+    st.lists(st.integers(0, 140), min_size=0, max_size=2),
+    st.integers(0, 2**31),
+)
 def test_a_chunk_sees_its_past_and_itself_causally(
     compiled: bool, heads: tuple[int, int], width: int, past: list[int], seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     query = torch.randn(1, heads[0], width, 32, generator=rng)
-    segments = [tuple(torch.randn(1, heads[1], n, 32, generator=rng) for _ in range(2)) for n in [*past, width]]
+    segments = [
+        tuple(torch.randn(1, heads[1], n, 32, generator=rng) for _ in range(2))
+        for n in [*past, width]
+    ]
     with kernels(compiled):
         out, logsumexp = attention.attend_chunk(query, segments[:-1], segments[-1], 0.25)  # type: ignore[arg-type]
     key, value = (
-        torch.cat([s[i] for s in segments], dim=2).repeat_interleave(heads[0] // heads[1], 1).double() for i in (0, 1)
+        torch.cat([s[i] for s in segments], dim=2)
+        .repeat_interleave(heads[0] // heads[1], 1)
+        .double()
+        for i in (0, 1)
     )
     scores = query.double() @ key.transpose(2, 3) * 0.25
     scores += torch.full((width, sum(past) + width), float("-inf")).triu(sum(past) + 1)
@@ -142,21 +174,35 @@ COUNTS = st.lists(st.integers(0, 700), min_size=4, max_size=4)
 
 @BOTH
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from([torch.bfloat16, torch.float32]), COUNTS, COUNTS, st.permutations(range(4)), st.integers(0, 3))
+@given(
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    COUNTS,
+    COUNTS,
+    st.permutations(range(4)),
+    st.integers(0, 3),
+)
 def test_fixed_shapes_give_a_token_the_same_bits_in_any_company(
-    compiled: bool, dtype: torch.dtype, lengths: list[int], prefixes: list[int], places: list[int], shift: int
+    compiled: bool,
+    dtype: torch.dtype,
+    lengths: list[int],
+    prefixes: list[int],
+    places: list[int],
+    shift: int,
 ) -> None:
-    """The last token of row 0 alone, and in another slot, at another place of its width, under another row of the
-    prefix store, among rows that see more."""
+    """The last token of row 0 alone, and in another slot, at another place of its width, under
+    another row of the prefix store, among rows that see more."""
     rng = torch.Generator().manual_seed(sum(lengths))
     query, own, shared = (
-        torch.randn(2, 4, 2 * n, m, 32, generator=rng).to(dtype) for n, m in ((3, 4), (1, 1536), (1, 1024))
+        torch.randn(2, 4, 2 * n, m, 32, generator=rng).to(dtype)
+        for n, m in ((3, 4), (1, 1536), (1, 1024))
     )
     query = query[0]
     alone = [lengths[0], 0, 0, 0], [prefixes[0], 0, 0, 0]
     query[:, :, 3 - shift] = query[:, :, 3]
 
-    def attend(slots: list[int], stored: list[int], before: list[int], seen: list[int]) -> torch.Tensor:
+    def attend(
+        slots: list[int], stored: list[int], before: list[int], seen: list[int]
+    ) -> torch.Tensor:
         """Rows `slots`, whose prefixes lie in `stored` of the store."""
         lies = [stored.index(row) for row in slots]
         groups = Groups.of(
@@ -164,42 +210,61 @@ def test_fixed_shapes_give_a_token_the_same_bits_in_any_company(
             [seen[r] for r in stored],
             fixed=True,
         )
-        rows, store = (tuple(x[order] for x in segment) for segment, order in ((own, slots), (shared, stored)))
-        return attention.attend_rows(query[slots], rows, torch.tensor(before)[slots], store, groups, 0.25, fixed=True)[
-            0
-        ]  # type: ignore[arg-type]
+        rows, store = (
+            tuple(x[order] for x in segment) for segment, order in ((own, slots), (shared, stored))
+        )
+        return attention.attend_rows(
+            query[slots], rows, torch.tensor(before)[slots], store, groups, 0.25, fixed=True
+        )[0]  # type: ignore[arg-type]
 
     with kernels(compiled, dtype):
         one = attend([0, 1, 2, 3], [0, 1, 2, 3], *alone)[0, :, 3]
         lengths[0] += shift
-        other = attend(list(places), list(reversed(places)), lengths, prefixes)[places.index(0), :, 3 - shift]
+        other = attend(list(places), list(reversed(places)), lengths, prefixes)[
+            places.index(0), :, 3 - shift
+        ]
     assert torch.equal(one, other)
 
 
 def test_what_is_no_number_is_seen_by_those_who_look_at_it_alone() -> None:
-    """One row's broken entries, and what lies behind a row's length, stay out of the others' results."""
+    """One row's broken entries, and what lies behind a row's length, stay out of the others'
+    results."""
     query, cache = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 200, 32)
     broken = cache.clone()
     broken[0, :, 10], broken[1, :, 101:] = float("nan"), float("nan")
-    out, _ = attention.attend_rows(query, (broken, broken), torch.tensor([100, 100]), None, None, 0.3)
-    whole, _ = attention.attend_rows(query, (cache, cache), torch.tensor([100, 100]), None, None, 0.3)
+    out, _ = attention.attend_rows(
+        query, (broken, broken), torch.tensor([100, 100]), None, None, 0.3
+    )
+    whole, _ = attention.attend_rows(
+        query, (cache, cache), torch.tensor([100, 100]), None, None, 0.3
+    )
     assert out[0].isnan().all() and torch.equal(out[1], whole[1])
 
 
 def test_an_empty_slot_gives_finite_numbers() -> None:
     query, cache = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8)
     groups = Groups.of([-1, 0], [0, 0])
-    out, _ = attention.attend_rows(query, (cache, cache), torch.tensor([0, 9]), (cache, cache), groups, 0.3)
+    out, _ = attention.attend_rows(
+        query, (cache, cache), torch.tensor([0, 9]), (cache, cache), groups, 0.3
+    )
     assert out.isfinite().all()
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from([(2, 1), (4, 2), (6, 2)]), st.integers(1, 6), st.integers(1, 30), st.integers(0, 2**31))
+@given(
+    st.sampled_from([(2, 1), (4, 2), (6, 2)]),
+    st.integers(1, 6),
+    st.integers(1, 30),
+    st.integers(0, 2**31),
+)
 def test_attention_mass_is_the_mean_over_text_and_the_sum_over_a_group(
     heads: tuple[int, int], text: int, before: int, seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    query, key = torch.randn(heads[0], text, 16, generator=rng), torch.randn(heads[1], before + text, 16, generator=rng)
+    query, key = (
+        torch.randn(heads[0], text, 16, generator=rng),
+        torch.randn(heads[1], before + text, 16, generator=rng),
+    )
     visual = torch.randperm(before, generator=rng)[: max(1, before // 2)].sort().values
     group = heads[0] // heads[1]
     want = torch.zeros(heads[1], len(visual), dtype=torch.float64)

@@ -14,7 +14,9 @@ ONES = 2**64 - 1
 
 
 @given(SEEDS, st.integers(0, 10_000), st.integers(2, 50))
-def test_noise_depends_on_seed_place_and_token_alone(seed: int, place: int, vocabulary: int) -> None:
+def test_noise_depends_on_seed_place_and_token_alone(
+    seed: int, place: int, vocabulary: int
+) -> None:
     one = keyed_gumbel(torch.tensor([seed]), torch.tensor([[place]]), vocabulary)
     seeds, places = torch.tensor([1, seed]), torch.tensor([[7, 8], [place - 1, place]])
     assert torch.equal(keyed_gumbel(seeds, places, vocabulary + 5)[1, 1, :vocabulary], one[0, 0])
@@ -26,7 +28,11 @@ def test_noise_is_gumbels() -> None:
     noise = keyed_gumbel(torch.arange(50), torch.arange(40).expand(50, -1), 1000).double()
     assert abs(noise.mean() - 0.57722) < 0.003
     assert abs(noise.var() - 1.64493) < 0.01
-    for a, b in ((noise[:-1], noise[1:]), (noise[:, :-1], noise[:, 1:]), (noise[..., :-1], noise[..., 1:])):
+    for a, b in (
+        (noise[:-1], noise[1:]),
+        (noise[:, :-1], noise[:, 1:]),
+        (noise[..., :-1], noise[..., 1:]),
+    ):
         assert abs(torch.maximum(a, b).mean() - 0.57722 - 0.69315) < 0.003
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.003
 
@@ -39,7 +45,7 @@ def test_the_maximum_of_scores_and_noise_is_a_draw() -> None:
     assert ((drawn - expected) ** 2 / expected).sum() < 11.3  # χ²(3), p = 0.01; the noise is fixed
 
 
-# ----------------------------------------------------------------------------------- the C++ version against PyTorch's
+# ---------------------------------------------------------------- the C++ version against PyTorch's
 
 
 @pytest.fixture
@@ -48,25 +54,36 @@ def compiled() -> None:
         pytest.skip("no compiler here, or no such instructions")
 
 
-def plain(scores: torch.Tensor, seeds: torch.Tensor, seeded: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def plain(
+    scores: torch.Tensor, seeds: torch.Tensor, seeded: torch.Tensor, places: torch.Tensor
+) -> torch.Tensor:
     return noisy_argmax(scores, places, lambda place, n: keyed_noise(seeds, seeded, place, n))
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.data(), st.lists(st.tuples(SEEDS, st.booleans()), min_size=1, max_size=4), st.integers(1, 3), VOCABULARIES)
+@given(
+    st.data(),
+    st.lists(st.tuples(SEEDS, st.booleans()), min_size=1, max_size=4),
+    st.integers(1, 3),
+    VOCABULARIES,
+)
 @pytest.mark.usefixtures("compiled")
 def test_a_draw_is_the_maximum_of_scores_and_noise(
     data: st.DataObject, rows: list[tuple[int, bool]], width: int, vocabulary: int
 ) -> None:
-    """Flat scores and far apart ones, few or none of a filtered vocabulary, sums that are rounded until many are equal,
-    a dominant score, and a slice that does not lie in one piece."""
+    """Flat scores and far apart ones, few or none of a filtered vocabulary, sums that are rounded
+    until many are equal, a dominant score, and a slice that does not lie in one piece."""
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     scale = data.draw(st.sampled_from([0, 1e-6, 0.1, 1, 3, 30, 1e4]))
     scores = torch.randn(len(rows), width + 1, vocabulary, generator=rng)[:, :width] * scale
     scores += data.draw(st.sampled_from([0, -1e3, 1e7, -1e30]))
-    scores[torch.rand(scores.shape, generator=rng) < data.draw(st.sampled_from([0, 0.5, 0.999, 1]))] = -torch.inf
+    scores[
+        torch.rand(scores.shape, generator=rng) < data.draw(st.sampled_from([0, 0.5, 0.999, 1]))
+    ] = -torch.inf
     if data.draw(st.booleans()):
-        scores[..., data.draw(st.integers(0, vocabulary - 1))] = data.draw(st.sampled_from([9.0, 40.0, 1e5, torch.inf]))
+        scores[..., data.draw(st.integers(0, vocabulary - 1))] = data.draw(
+            st.sampled_from([9.0, 40.0, 1e5, torch.inf])
+        )
     seeds, seeded = (torch.tensor(column) for column in zip(*rows, strict=True))
     places = torch.randint(100_000, (len(rows), width), generator=rng)
     assert torch.equal(draw(scores, seeds, seeded, places), plain(scores, seeds, seeded, places))
@@ -93,26 +110,45 @@ def test_what_is_no_number_is_drawn(seed: int, vocabulary: int, data: st.DataObj
     scores = torch.randn(2, 1, vocabulary)
     scores[:, :, data.draw(st.lists(st.integers(0, vocabulary - 1), min_size=1))] = torch.nan
     scores[:, :, data.draw(st.lists(st.integers(0, vocabulary - 1)))] = torch.inf
-    where = (torch.tensor([seed, 0]), torch.tensor([True, False]), torch.zeros(2, 1, dtype=torch.long))
+    where = (
+        torch.tensor([seed, 0]),
+        torch.tensor([True, False]),
+        torch.zeros(2, 1, dtype=torch.long),
+    )
     assert torch.equal(draw(scores, *where), plain(scores, *where))
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 64), st.one_of(st.just(0), st.just(ONES), st.integers(0, ONES)), st.integers(0, 69), st.data())
+@given(
+    st.integers(0, 64),
+    st.one_of(st.just(0), st.just(ONES), st.integers(0, ONES)),
+    st.integers(0, 69),
+    st.data(),
+)
 @pytest.mark.usefixtures("compiled")
-def test_rare_noise_is_drawn_when_it_wins(leading: int, rest: int, token: int, data: st.DataObject) -> None:
-    """Bits that begin with any number of ones, up to those whose noise is infinite, at scores around the others' best
-    sum: what the C++ version leaves out must not have won."""
+def test_rare_noise_is_drawn_when_it_wins(
+    leading: int, rest: int, token: int, data: st.DataObject
+) -> None:
+    """Bits that begin with any number of ones, up to those whose noise is infinite, at scores
+    around the others' best sum: what the C++ version leaves out must not have won."""
     bits = ONES ^ ONES >> leading | rest & ONES >> min(leading + 1, 64)
-    seeds, places, seeded = torch.tensor([seed_of(bits, token, 5)]), torch.tensor([[5]]), torch.tensor([True])
+    seeds, places, seeded = (
+        torch.tensor([seed_of(bits, token, 5)]),
+        torch.tensor([[5]]),
+        torch.tensor([True]),
+    )
     noise = keyed_gumbel(seeds, places, 70)
-    scores = torch.randn(1, 1, 70) * data.draw(st.sampled_from([0, 1, 10])) + data.draw(st.sampled_from([0, 99, 1e6]))
+    scores = torch.randn(1, 1, 70) * data.draw(st.sampled_from([0, 1, 10])) + data.draw(
+        st.sampled_from([0, 99, 1e6])
+    )
     others = (scores + noise)[torch.arange(70)[None, None] != token].max()
     if leading >= 53:
         assert noise[0, 0, token] == torch.inf
         scores[0, 0, token] = -1e30
     else:
-        scores[0, 0, token] = others - noise[0, 0, token] + data.draw(st.sampled_from([-1e-6, 0, 1e-6]))
+        scores[0, 0, token] = (
+            others - noise[0, 0, token] + data.draw(st.sampled_from([-1e-6, 0, 1e-6]))
+        )
     assert torch.equal(draw(scores, seeds, seeded, places), plain(scores, seeds, seeded, places))
 
 

@@ -29,10 +29,13 @@ def test_a_product_is_its_definition(
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     x, weight, up, bias = (
-        torch.randn(*shape, generator=rng).to(dtype) for shape in ((rows, width), (out, width), (out, width), (out,))
+        torch.randn(*shape, generator=rng).to(dtype)
+        for shape in ((rows, width), (out, width), (out, width), (out,))
     )
     want = F.linear(x.double(), weight.double(), bias.double() if biased else None)
-    torch.testing.assert_close(linear(x, weight, bias if biased else None).double(), want, **near(dtype))
+    torch.testing.assert_close(
+        linear(x, weight, bias if biased else None).double(), want, **near(dtype)
+    )
     both = F.silu(F.linear(x.double(), weight.double())) * F.linear(x.double(), up.double())
     got = gated(x, weight, up).double()
     assert (got - both).abs().max() <= 2e-2 * (1 + both.abs().max())
@@ -50,20 +53,29 @@ def test_weights_that_lie_otherwise_are_read_as_they_lie() -> None:
 @given(DTYPES, st.integers(1, 100), st.integers(1, 300), st.integers(0, 2**31))
 def test_a_norm_is_its_definition(dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
-    x, weight = torch.randn(rows, width, generator=rng).to(dtype), torch.randn(width, generator=rng).to(dtype)
+    x, weight = (
+        torch.randn(rows, width, generator=rng).to(dtype),
+        torch.randn(width, generator=rng).to(dtype),
+    )
     want = F.rms_norm(x.double(), (width,), weight.double(), 1e-5)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), want, rtol=1e-2, atol=2e-3)
 
 
 @settings(max_examples=40, deadline=None)
 @given(DTYPES, st.integers(1, 128), st.data())
-def test_a_row_gets_the_same_bits_in_any_company(dtype: torch.dtype, rows: int, data: st.DataObject) -> None:
+def test_a_row_gets_the_same_bits_in_any_company(
+    dtype: torch.dtype, rows: int, data: st.DataObject
+) -> None:
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     x, weight, up = (torch.randn(n, 100, generator=rng).to(dtype) for n in (rows, 50, 50))
     if not loader.serves("linear", x):
         pytest.skip("no compiler here, or no such instructions")
     row = data.draw(st.integers(0, rows - 1))
-    for product in (lambda x: linear(x, weight), lambda x: gated(x, weight, up), lambda x: rms_norm(x, x[0], 1e-6)):
+    for product in (
+        lambda x: linear(x, weight),
+        lambda x: gated(x, weight, up),
+        lambda x: rms_norm(x, x[0], 1e-6),
+    ):
         shown = x.clone() if product(x).shape[1] == 50 else x[:1].expand(rows, -1).contiguous()
         assert torch.equal(product(shown)[row], product(shown[row : row + 1])[0])
 
@@ -75,7 +87,9 @@ def test_fast_modules_are_the_models_own_parameters_and_results() -> None:
     other = fast(tree)
     if other is tree:
         pytest.skip("no compiler here, or no such instructions")
-    assert [type(m) for m in other] == [FastNorm, FastMLP, FastLinear] and type(tree[2]) is nn.Linear
+    assert [type(m) for m in other] == [FastNorm, FastMLP, FastLinear] and type(
+        tree[2]
+    ) is nn.Linear
     assert {id(p) for p in other.parameters()} == {id(p) for p in tree.parameters()}
     assert {n for n, _ in other.named_parameters()} == {n for n, _ in tree.named_parameters()}
     x = torch.randn(5, 64)
@@ -83,10 +97,14 @@ def test_fast_modules_are_the_models_own_parameters_and_results() -> None:
     fed = []
     other[1].up_proj.register_forward_pre_hook(lambda _, args: fed.append(args))
     torch.testing.assert_close(other(x), tree(x))
-    assert fed, "a sample of a projection's inputs must be taken although the MLP computes two at once"
+    assert fed, (
+        "a sample of a projection's inputs must be taken although the MLP computes two at once"
+    )
 
 
-def test_without_a_compiler_pytorch_serves(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_compiler_pytorch_serves(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
     with mock.patch.object(loader, "_kernels", loader._kernels.__wrapped__):
         assert not loader.serves("linear", torch.empty(1))

@@ -11,10 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from std_core.kernels.cpu import loader
-from std_core.kernels.low_bit import BLOCK, GROUP, Packed, levels_of, low_bit_linear, pack, packable, unpacked
+from std_core.kernels.low_bit import (
+    BLOCK,
+    GROUP,
+    Packed,
+    levels_of,
+    low_bit_linear,
+    pack,
+    packable,
+    unpacked,
+)
 from std_core.kernels.sparse_linear import laid_out, sparse_linear, sparsified
 
-SIZES = st.tuples(st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 5).map(lambda n: GROUP * n))
+SIZES = st.tuples(
+    st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 5).map(lambda n: GROUP * n)
+)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
@@ -54,7 +65,10 @@ def test_our_packed_product_is_its_definition_and_near_the_full_one(
     if not loader.serves(f"int{bits}", torch.empty(0, dtype=dtype)):
         pytest.skip("no compiler here, or no such instructions")
     rng = torch.Generator().manual_seed(seed)
-    weight, x, bias = (torch.randn(*size, generator=rng).to(dtype) for size in ((out, width), (rows, width), (out,)))
+    weight, x, bias = (
+        torch.randn(*size, generator=rng).to(dtype)
+        for size in ((out, width), (rows, width), (out,))
+    )
     x[:, 0] *= 50  # an activation far above the others
     got = low_bit_linear(x[None], pack(weight, bits), bias if biased else None)[0].double()
     padded = F.pad(weight.float(), (0, -width % BLOCK))
@@ -93,9 +107,14 @@ def test_small_channels_count_as_nothing(
     dtype: torch.dtype, out: int, width: int, rows: int, threshold: float, seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    weight, x = torch.randn(out, width, generator=rng).to(dtype), torch.randn(1, rows, width, generator=rng).to(dtype)
+    weight, x = (
+        torch.randn(out, width, generator=rng).to(dtype),
+        torch.randn(1, rows, width, generator=rng).to(dtype),
+    )
     bias = torch.randn(out, generator=rng).to(dtype)
-    threshold = float(torch.tensor(threshold, dtype=dtype))  # PyTorch compares in the tensor's own type
+    threshold = float(
+        torch.tensor(threshold, dtype=dtype)
+    )  # PyTorch compares in the tensor's own type
     want = F.linear(sparsified(x, threshold).double(), weight.double(), bias.double())
     assert bool((sparsified(x, threshold) != 0).eq(x.abs() > threshold).all())
     near = 1e-4 if dtype == torch.float32 else 2e-2

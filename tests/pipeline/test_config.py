@@ -60,21 +60,27 @@ def test_any_prompt_arrives_verbatim(value: str) -> None:
 @pytest.mark.parametrize("value", AWKWARD)
 def test_yaml_values_arrive_verbatim(value: str, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump({"input": "x", "prompt": [value], "video-column": value}, allow_unicode=True))
+    file.write_text(
+        yaml.safe_dump({"input": "x", "prompt": [value], "video-column": value}, allow_unicode=True)
+    )
     job = parse_job(["--config", str(file)], "test")
     assert (job.prompt, job.video_column) == ((value,), value)
 
 
 def test_plain_yaml_scalars_stay_text(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text("input: 2025-01-01\nprompt: [5, true, null]\nmax_tokens: 7\nk: 3\ndry-run: true\nfps: 1\n")
+    file.write_text(
+        "input: 2025-01-01\nprompt: [5, true, null]\nmax_tokens: 7\nk: 3\ndry-run: true\nfps: 1\n"
+    )
     job = parse_job(["--config", str(file)], "test")
     assert (job.input, job.prompt) == ("2025-01-01", ("5", "true", "null"))
     assert (job.max_tokens, job.k, job.dry_run) == (7, 3, True)
     assert job.frames == FrameOptions(fps=1.0)
 
 
-def test_flags_outrank_the_file_and_the_file_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_outrank_the_file_and_the_file_the_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(config, "CONF", tmp_path / "conf")
     (tmp_path / "conf/model").mkdir(parents=True)
     preset = "model: some/big\ndtype: bfloat16\nmax-model-len: 100\nmax-tokens: 3\n"
@@ -82,7 +88,12 @@ def test_flags_outrank_the_file_and_the_file_the_preset(tmp_path: Path, monkeypa
     file = tmp_path / "job.yaml"
     file.write_text("input: x\nmodel: big\nprompt: from file\nmax-model-len: 200\nmax-tokens: 4\n")
     job = parse_job(["--config", str(file), "--prompt", "from flag", "--max-tokens", "5"], "test")
-    assert (job.dtype, job.max_model_len, job.max_tokens, job.prompt) == ("bfloat16", 200, 5, ("from flag",))
+    assert (job.dtype, job.max_model_len, job.max_tokens, job.prompt) == (
+        "bfloat16",
+        200,
+        5,
+        ("from flag",),
+    )
     assert model_path(job.model) == "some/big"
 
 
@@ -123,7 +134,8 @@ def test_wrong_flags_are_named_in_one_sentence(words: list[str], named: list[str
 
 
 @pytest.mark.parametrize(
-    "content", ["inptu: x\n", "[1]\n", "a: {b: 1}\n", "a: [\n", "input: {a: b}\n", "max-tokens: [1, 2]\n"]
+    "content",
+    ["inptu: x\n", "[1]\n", "a: {b: 1}\n", "a: [\n", "input: {a: b}\n", "max-tokens: [1, 2]\n"],
 )
 def test_wrong_files_are_named_in_one_sentence(content: str, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
@@ -136,7 +148,17 @@ def test_wrong_files_are_named_in_one_sentence(content: str, tmp_path: Path) -> 
 
 def test_sampling_is_what_the_flags_say_and_else_the_checkpoints() -> None:
     assert parse().sampling == Sampling(256)
-    words = ("--temperature=0.7", "--top-k", "5", "--seed=3", "--stop", "a, b", "--stop=# c", "--min-tokens", "2")
+    words = (
+        "--temperature=0.7",
+        "--top-k",
+        "5",
+        "--seed=3",
+        "--stop",
+        "a, b",
+        "--stop=# c",
+        "--min-tokens",
+        "2",
+    )
     wanted = Sampling(256, min_tokens=2, temperature=0.7, top_k=5, seed=3, stop=("a, b", "# c"))
     assert parse(*words).sampling == wanted
 
@@ -157,7 +179,15 @@ def test_drafts_come_from_presets_and_flags() -> None:
     assert (random.policy, random.gamma, random.k) == ("random", 3, 7)
     assert draft_of(parse("--mode", "dense")) is None
     assert draft_of(parse("--strict", "6")) == std
-    wrong = ["--draft sdt", "--keep 0", "--keep 1.01", "--k 0", "--gamma 0", "--strict 5", "--strict=-1"]
+    wrong = [
+        "--draft sdt",
+        "--keep 0",
+        "--keep 1.01",
+        "--k 0",
+        "--gamma 0",
+        "--strict 5",
+        "--strict=-1",
+    ]
     for words in map(str.split, wrong):
         with pytest.raises(UsageError):
             draft_of(parse(*words))

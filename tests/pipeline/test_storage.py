@@ -15,7 +15,15 @@ from jobs.suites.shared.faulty_proxy import MISCHIEF, bad_network
 from pipeline import storage, uris
 from pipeline.records import RequestError
 
-ODD_NAMES = ["a#1%20.mp4", "b, c.mp4", 'it\'s "so".mp4', "d{e}.mp4", "f[1]*?.mp4", "ümläut &+;=.mp4", "g@h.mp4"]
+ODD_NAMES = [
+    "a#1%20.mp4",
+    "b, c.mp4",
+    'it\'s "so".mp4',
+    "d{e}.mp4",
+    "f[1]*?.mp4",
+    "ümläut &+;=.mp4",
+    "g@h.mp4",
+]
 
 
 def write(folder: str, *names: str) -> None:
@@ -107,7 +115,17 @@ GLOBS = {
 
 @pytest.mark.parametrize(("pattern", "expected"), GLOBS.items())
 def test_globs(folder: str, pattern: str, expected: list[str]) -> None:
-    write(folder, "a.mp4", "b.mp4", "c.mov", "dt=1/d.mp4", "dt=1/deep/e.mp4", "dt=2/f.mp4", ".h.mp4", "dt=1/.i.mp4")
+    write(
+        folder,
+        "a.mp4",
+        "b.mp4",
+        "c.mov",
+        "dt=1/d.mp4",
+        "dt=1/deep/e.mp4",
+        "dt=2/f.mp4",
+        ".h.mp4",
+        "dt=1/.i.mp4",
+    )
     if "[x]" in pattern:
         write(folder, "[x]/g.mp4", "x/h.mp4")
     assert tails(folder, storage.expand(storage.join(folder, pattern))) == expected
@@ -120,7 +138,9 @@ def test_a_large_file_is_read_in_ranges(folder: str) -> None:
         read = []
         if hasattr(file._file, "cache"):  # counts what goes over the wire
             fetch = file._file.cache.fetcher
-            file._file.cache.fetcher = lambda start, end: read.append(end - start) or fetch(start, end)
+            file._file.cache.fetcher = lambda start, end: (
+                read.append(end - start) or fetch(start, end)
+            )
         assert file.seekable()
         file.seek(-10, os.SEEK_END)
         assert file.tell() == len(data) - 10
@@ -151,7 +171,9 @@ def test_a_put_that_was_answered_too_late_is_still_ours(s3: Any) -> None:
     assert not storage.put_if_absent(uri, b"yours")
 
 
-def test_nothing_of_a_failed_local_write_is_left_or_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_failed_local_write_is_left_or_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uri = str(tmp_path / "x")
     storage.put(uri, b"old")
 
@@ -212,7 +234,9 @@ def test_denied_on_a_disk(tmp_path: Path) -> None:
     assert caught.value.code == "access_denied"
 
 
-def test_no_credentials_is_access_denied(s3: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_credentials_is_access_denied(
+    s3: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -220,7 +244,9 @@ def test_no_credentials_is_access_denied(s3: Any, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, str(tmp_path / "none"))
     caught: list[RequestError] = []
 
-    def look() -> None:  # a new thread has a filesystem of its own, which looks for credentials again
+    def look() -> (
+        None
+    ):  # a new thread has a filesystem of its own, which looks for credentials again
         try:
             storage.info(storage.join(s3.bucket, "x"))
         except RequestError as error:
@@ -232,7 +258,9 @@ def test_no_credentials_is_access_denied(s3: Any, monkeypatch: pytest.MonkeyPatc
     assert [error.code for error in caught] == ["access_denied"]
 
 
-def test_a_server_that_is_not_there_is_a_storage_error(monkeypatch: pytest.MonkeyPatch, s3: Any) -> None:
+def test_a_server_that_is_not_there_is_a_storage_error(
+    monkeypatch: pytest.MonkeyPatch, s3: Any
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with pytest.raises(RequestError) as caught:
@@ -272,7 +300,10 @@ def test_a_file_behind_http(s3: Any) -> None:
     [
         ("/data/a@b?sig=1.mp4", "/data/a@b?sig=1.mp4"),
         ("s3://k:s@bucket/a@b?token=x.mp4", "s3://bucket/a@b?token=x.mp4"),
-        ("https://u:p@host/a.mp4?file=3&X-Amz-Signature=abc&X-Amz-Date=1", "https://host/a.mp4?file=3"),
+        (
+            "https://u:p@host/a.mp4?file=3&X-Amz-Signature=abc&X-Amz-Date=1",
+            "https://host/a.mp4?file=3",
+        ),
         ("https://host/a.mp4?sv=2020&se=1&sig=abc", "https://host/a.mp4"),
         ("https://host?token=abc", "https://host"),
     ],
@@ -306,7 +337,11 @@ def test_local_path() -> None:
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=3), min_size=1, max_size=4))
 def test_braces_are_all_choices(choices: list[str]) -> None:
-    expected = sorted({f"x{choice}y" for choice in choices}) if len(choices) > 1 else [f"x{{{choices[0]}}}y"]
+    expected = (
+        sorted({f"x{choice}y" for choice in choices})
+        if len(choices) > 1
+        else [f"x{{{choices[0]}}}y"]
+    )
     assert uris.braces("x{" + ",".join(choices) + "}y") == expected
 
 
@@ -339,7 +374,9 @@ def test_a_disk_that_refuses_keeps_what_was_there_and_nothing_half_written(tmp_p
     assert storage.list_sizes(str(tmp_path)) == {"part": 3}
 
 
-def test_throttling_and_cut_connections_are_tried_again(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throttling_and_cut_connections_are_tried_again(
+    s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reply that got lost makes no difference either: of two writers one is the first."""
     with bad_network(s3.endpoint, 0.25, 3) as (endpoint, calls):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)

@@ -29,11 +29,17 @@ def requests() -> list[Request]:
         height, width = rng.choice(((84, 112), (112, 84), (84, 84)))
         frames = world.clip_frames(rng, world.draw_scenes(rng, 1 + seed % 6), height, width, rate=2)
         prompt = rng.choice(world.CAPTION_PROMPTS)
-        asked.append(Request(f"r{seed}", prompt, torch.from_numpy(frames), sampling=Sampling(rng.randint(1, 40))))
+        asked.append(
+            Request(
+                f"r{seed}", prompt, torch.from_numpy(frames), sampling=Sampling(rng.randint(1, 40))
+            )
+        )
     return asked
 
 
 @pytest.fixture(scope="session")
 def generate() -> Callable[[Engine, Request], list[int]]:
     """Hugging Face's own greedy `generate`, one request at a time: the oracle."""
-    return lambda engine, request: reference.generate(engine.model, engine.checkpoint.inputs(request), request.sampling)
+    return lambda engine, request: reference.generate(
+        engine.model, engine.checkpoint.inputs(request), request.sampling
+    )

@@ -1,4 +1,5 @@
-"""`sparse_to_dense(model).generate` against the model's own `generate`, with the processors' own batches."""
+"""`sparse_to_dense(model).generate` against the model's own `generate`, with the processors' own
+batches."""
 
 from __future__ import annotations
 
@@ -30,22 +31,38 @@ def hf(name: str, families: Callable[[str], Path]) -> Any:
 
 
 def picture(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, 256, (*shape, 3, 56, 84), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0,
+        256,
+        (*shape, 3, 56, 84),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 @pytest.fixture(scope="module")
 def batch(name: str, hf: Any, families: Callable[[str], Path]) -> dict[str, Any]:
-    """Three rows, padded on the left: a video, text alone, two videos (or prompts of three lengths)."""
+    """Three rows, padded on the left: a video, text alone, two videos (or prompts of three
+    lengths)."""
     processor = Checkpoint.load(str(families(name))).processor
     tokenizer = getattr(processor, "tokenizer", processor)
     tokenizer.padding_side = "left"
-    questions = ["What moves?", "Is it red or blue or " + "green or " * 30 + "white?", "Which is larger?"]
+    questions = [
+        "What moves?",
+        "Is it red or blue or " + "green or " * 30 + "white?",
+        "Which is larger?",
+    ]
     if name in TEXT:
         return dict(tokenizer(questions, padding=True, return_tensors="pt"))
     videos = [1, 0, 2]
-    content = [[{"type": "video"}] * n + [{"type": "text", "text": q}] for n, q in zip(videos, questions, strict=True)]
+    content = [
+        [{"type": "video"}] * n + [{"type": "text", "text": q}]
+        for n, q in zip(videos, questions, strict=True)
+    ]
     texts = [
-        processor.apply_chat_template([{"role": "user", "content": c}], add_generation_prompt=True, tokenize=False)
+        processor.apply_chat_template(
+            [{"role": "user", "content": c}], add_generation_prompt=True, tokenize=False
+        )
         for c in content
     ]
     clips = [picture(n, 4) for n in range(3)]
@@ -64,10 +81,14 @@ def batch(name: str, hf: Any, families: Callable[[str], Path]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("draft", [None, Draft("random", k=2, gamma=3)])
-def test_a_batch_is_answered_as_by_the_model_itself(hf: Any, batch: dict[str, Any], draft: Draft | None) -> None:
+def test_a_batch_is_answered_as_by_the_model_itself(
+    hf: Any, batch: dict[str, Any], draft: Draft | None
+) -> None:
     fast = sparse_to_dense(hf, draft, max_num_seqs=2)
     ids = fast.generate(**batch, max_new_tokens=20)
-    assert torch.equal(ids, hf.generate(**batch, max_new_tokens=20, do_sample=False))  # and it still can
+    assert torch.equal(
+        ids, hf.generate(**batch, max_new_tokens=20, do_sample=False)
+    )  # and it still can
     assert [r.proposed > 0 for r in fast.results] == [True] * 3
 
 
@@ -79,7 +100,13 @@ def test_images_of_rows_are_told_apart(name: str, hf: Any, families: Callable[[s
     images = [[picture(1)], [picture(5), picture(6)]]
     texts = [
         processor.apply_chat_template(
-            [{"role": "user", "content": [{"type": "image"}] * len(shown) + [{"type": "text", "text": "What?"}]}],
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image"}] * len(shown)
+                    + [{"type": "text", "text": "What?"}],
+                }
+            ],
             add_generation_prompt=True,
             tokenize=False,
         )
@@ -92,10 +119,21 @@ def test_images_of_rows_are_told_apart(name: str, hf: Any, families: Callable[[s
 
 def test_sampling_is_the_callers(hf: Any, families: Callable[[str], Path], name: str) -> None:
     fast = sparse_to_dense(hf, Draft("std", keep=0.3))
-    ids = torch.tensor(Checkpoint.load(str(families(name))).tokenizer(["a red square moves up"])["input_ids"])
-    settings: dict[str, Any] = {"repetition_penalty": 1.4, "min_new_tokens": 3, "max_new_tokens": 16}
-    assert torch.equal(fast.generate(ids, do_sample=False, **settings), hf.generate(ids, do_sample=False, **settings))
-    drawn = [fast.generate(ids, do_sample=True, seed=s, max_new_tokens=16).tolist() for s in (1, 1, 2)]
+    ids = torch.tensor(
+        Checkpoint.load(str(families(name))).tokenizer(["a red square moves up"])["input_ids"]
+    )
+    settings: dict[str, Any] = {
+        "repetition_penalty": 1.4,
+        "min_new_tokens": 3,
+        "max_new_tokens": 16,
+    }
+    assert torch.equal(
+        fast.generate(ids, do_sample=False, **settings),
+        hf.generate(ids, do_sample=False, **settings),
+    )
+    drawn = [
+        fast.generate(ids, do_sample=True, seed=s, max_new_tokens=16).tolist() for s in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -108,6 +146,8 @@ def test_what_it_cannot_do_it_says(hf: Any, batch: dict[str, Any], name: str) ->
     with pytest.raises(TypeError, match="num_beams"):
         fast.generate(**batch, max_new_tokens=4, num_beams=2)
     if name not in TEXT:
-        fewer = {k: v[:1] for k, v in batch.items() if k in ("pixel_values_videos", "video_grid_thw")}
+        fewer = {
+            k: v[:1] for k, v in batch.items() if k in ("pixel_values_videos", "video_grid_thw")
+        }
         with pytest.raises(ValueError, match="no number of whole videos"):
             fast.generate(**(batch | fewer), max_new_tokens=4)

@@ -1,8 +1,8 @@
-"""Training batches: clips of the demo's world as the vision tower is fed them, and what is said about them.
+"""Training batches: clips of the demo's world as the vision tower is fed them, and what is said
+about them.
 
-One video carries several conversations at once: its caption and some questions, each of which sees the video and
-itself.
-"""
+One video carries several conversations at once: its caption and some questions, each of which sees
+the video and itself."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ class Difficulty:
     """What a batch is drawn from."""
 
     scenes: int  # at most
-    varied: bool = False  # any number of scenes alike; half of the batches with other text positions, sizes, pace
-    visual: int = 0  # if not 0: most of what is learned are long clips, of up to this many visual tokens
+    # any number of scenes alike; half of the batches with other text positions, sizes, pace
+    varied: bool = False
+    visual: int = (
+        0  # if not 0: most of what is learned are long clips, of up to this many visual tokens
+    )
 
 
 @dataclass
@@ -41,13 +44,19 @@ class Batch:
     order: torch.Tensor  # (B, T): which of the N frame pairs is shown when
     ids: torch.Tensor  # (B, L)
     positions: torch.Tensor  # (3, B, L)
-    mask: torch.Tensor  # (B, 1, S, L) bool: what the S places behind the video see; the video itself is causal
-    target: torch.Tensor  # (B, L): the token each position has to say next, -100 where nothing is asked
+    mask: (
+        torch.Tensor
+    )  # (B, 1, S, L) bool: what the S places behind the video see; the video itself is causal
+    target: (
+        torch.Tensor
+    )  # (B, L): the token each position has to say next, -100 where nothing is asked
     unit: torch.Tensor  # (B, L): which clause or answer a target belongs to
     scene: torch.Tensor  # (B, T): which scene that is, from 0
     looks: torch.Tensor  # (B, T, 2): its kind and colour, as places in the world's lists
     visual: slice  # the video's places in L
-    noise: float = 0.0  # added to what is seen, as a share of its spread: a codec shows no frame twice alike
+    noise: float = (
+        0.0  # added to what is seen, as a share of its spread: a codec shows no frame twice alike
+    )
 
     @property
     def turns(self) -> torch.Tensor:
@@ -62,11 +71,24 @@ class Batch:
 
 GRIDS = ((3, 4), (4, 4), (4, 3), (3, 5), (3, 3))  # tokens: rows, columns
 WIDE_GRIDS = (*GRIDS, (5, 3), (4, 5), (5, 5), (2, 4), (4, 6))
-LONG_GRIDS = ((2, 2), (2, 2), (2, 3), (3, 2), (3, 3), (3, 4), (4, 3), (4, 4), (4, 4))  # small ones reach far in time
+LONG_GRIDS = (
+    (2, 2),
+    (2, 2),
+    (2, 3),
+    (3, 2),
+    (3, 3),
+    (3, 4),
+    (4, 3),
+    (4, 4),
+    (4, 4),
+)  # small ones reach far in time
 
 
-def draw_batches(rng: random.Random, words: PreTrainedTokenizerFast, level: Difficulty, tokens: int) -> list[Batch]:
-    """What one step learns from: a batch of about `tokens` positions, or a third short and the rest long clips."""
+def draw_batches(
+    rng: random.Random, words: PreTrainedTokenizerFast, level: Difficulty, tokens: int
+) -> list[Batch]:
+    """What one step learns from: a batch of about `tokens` positions, or a third short and the rest
+    long clips."""
     if not level.visual:
         return [draw_batch(rng, words, level, tokens)]
     count = level.scenes if rng.random() < 0.3 else rng.randint(1, level.scenes)
@@ -78,7 +100,11 @@ def draw_batches(rng: random.Random, words: PreTrainedTokenizerFast, level: Diff
 
 
 def draw_batch(
-    rng: random.Random, words: PreTrainedTokenizerFast, level: Difficulty, tokens: int, scenes: int = 0
+    rng: random.Random,
+    words: PreTrainedTokenizerFast,
+    level: Difficulty,
+    tokens: int,
+    scenes: int = 0,
 ) -> Batch:
     """A batch of about `tokens` positions; `scenes` fixes their number."""
     hardest = not level.varied and rng.random() < 0.5
@@ -113,8 +139,9 @@ def draw_long_batch(
     tokens: int,
     even: bool = False,
 ) -> Batch:
-    """Clips of `count` scenes whose shapes go their way again and again, until there are about `visual` visual tokens,
-    `cells` (rows, columns) a frame pair; half of the batches, or with `even` all, have scenes of one length."""
+    """Clips of `count` scenes whose shapes go their way again and again, until there are about
+    `visual` visual tokens, `cells` (rows, columns) a frame pair; half of the batches, or with
+    `even` all, have scenes of one length."""
     rows, columns = cells
     pace = 2 if even else rng.choice((2, 2, 2, 1, 3, 4))
     loops = max(count, round(visual / (rows * columns * pace)))
@@ -125,7 +152,11 @@ def draw_long_batch(
     stories = [world.draw_scenes(rng, count) for _ in range(size)]
     order = []
     for clip in range(size):
-        ends = [loops // count * k for k in range(1, count)] if even else sorted(rng.sample(range(1, loops), count - 1))
+        ends = (
+            [loops // count * k for k in range(1, count)]
+            if even
+            else sorted(rng.sample(range(1, loops), count - 1))
+        )
         for scene, (begin, end) in enumerate(itertools.pairwise([0, *ends, loops])):
             first = (clip * count + scene) * pace
             order += list(range(first, first + pace)) * (end - begin)
@@ -146,7 +177,9 @@ def draw_long_batch(
 def _looks(stories: list[tuple[world.Scene, ...]]) -> torch.Tensor:
     """(scenes of all clips, 2): kind and colour."""
     kinds, colours = list(world.KINDS), list(world.COLOURS)
-    return torch.tensor([(kinds.index(s.kind), colours.index(s.colour)) for story in stories for s in story])
+    return torch.tensor(
+        [(kinds.index(s.kind), colours.index(s.colour)) for story in stories for s in story]
+    )
 
 
 _GRAIN = torch.randn(2_000_000, generator=torch.Generator().manual_seed(1))
@@ -155,7 +188,8 @@ _GRAIN = torch.randn(2_000_000, generator=torch.Generator().manual_seed(1))
 def _frames(
     rng: random.Random, stories: list[tuple[world.Scene, ...]], pace: int, height: int, width: int
 ) -> torch.Tensor:
-    """(B × frames, 3, height, width), scaled as the processor scales, with what a codec and a resize do to pixels."""
+    """(B × frames, 3, height, width), scaled as the processor scales, with what a codec and a
+    resize do to pixels."""
     per_scene = 2 * pace
     scene, number, moment, centre, shade = [], [], [], [], []
     for story in stories:
@@ -169,19 +203,25 @@ def _frames(
                 centre.append(spot)
                 shade.append(tint)
     numbers, moments = torch.tensor(number), torch.tensor(moment)
-    pixels = world.paint(scene, numbers, moments, torch.tensor(centre), torch.tensor(shade), height, width)
+    pixels = world.paint(
+        scene, numbers, moments, torch.tensor(centre), torch.tensor(shade), height, width
+    )
     if rng.random() < 0.5:
         pixels = F.avg_pool2d(F.pad(pixels, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
     gain, offset = rng.uniform(0.92, 1.06) / STD, rng.uniform(-6, 6) / STD - MEAN / STD
     start = rng.randrange(len(_GRAIN) // 2)
-    grain = _GRAIN[start : start + pixels[:2].numel()].view_as(pixels[:2]) * (rng.uniform(0, 4) / STD)
+    grain = _GRAIN[start : start + pixels[:2].numel()].view_as(pixels[:2]) * (
+        rng.uniform(0, 4) / STD
+    )
     return pixels.view(-1, *grain.shape).mul_(gain).add_(grain.add_(offset)).view_as(pixels)
 
 
 def _patches(pixels: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """The processor's order: (pairs of frames, patches in 2 × 2 groups, channel × 2 × 14 × 14)."""
     x = pixels.view(-1, 2, 3, rows, 2, 14, columns, 2, 14)
-    return x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(x.shape[0], rows * columns * 4, 3 * 2 * 14 * 14)
+    return x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(
+        x.shape[0], rows * columns * 4, 3 * 2 * 14 * 14
+    )
 
 
 def _conversations(
@@ -194,8 +234,8 @@ def _conversations(
     asked: int,
     varied: bool,
 ) -> dict[str, Any]:
-    """Ids, positions, mask, targets, units and the video's places: the video, and behind it its conversations side by
-    side."""
+    """Ids, positions, mask, targets, units and the video's places: the video, and behind it its
+    conversations side by side."""
     ask = _encoder(words)
     head = ask("<|im_start|>user\n<|vision_start|>")
     visual, at = temporal * rows * columns, len(head)
@@ -203,29 +243,44 @@ def _conversations(
     # per row: id, branch, place in its branch, target, unit of each token behind the prefix
     lines = [torch.tensor(_dialogues(rng, words, story, asked)).T for story in stories]
     size, longest = len(stories), len(prefix) + max(line.shape[1] for line in lines)
-    ids, target, unit = (torch.full((size, longest), fill) for fill in (words.pad_token_id, -100, -1))
+    ids, target, unit = (
+        torch.full((size, longest), fill) for fill in (words.pad_token_id, -100, -1)
+    )
     branch = torch.zeros(size, longest, dtype=torch.long)
     positions = torch.zeros(3, size, longest, dtype=torch.long)
     ids[:, : len(prefix)] = torch.tensor(prefix)
     positions[:, :, :at] = torch.arange(at)
-    grid = torch.meshgrid(torch.arange(temporal), torch.arange(rows), torch.arange(columns), indexing="ij")
+    grid = torch.meshgrid(
+        torch.arange(temporal), torch.arange(rows), torch.arange(columns), indexing="ij"
+    )
     positions[:, :, at : at + visual] = torch.stack(grid).reshape(3, 1, -1) + at
     for row, line in enumerate(lines):
         behind = at + _gap(rng, temporal, rows, columns, varied)
         positions[:, row, at + visual] = behind  # <|vision_end|>
         span = slice(len(prefix), len(prefix) + line.shape[1])
-        ids[row, span], branch[row, span], positions[:, row, span] = line[0], line[1], line[2] + behind + 1
+        ids[row, span], branch[row, span], positions[:, row, span] = (
+            line[0],
+            line[1],
+            line[2] + behind + 1,
+        )
         target[row, span], unit[row, span] = line[3], line[4]
     shown, spoken = slice(at, at + visual), slice(len(prefix), longest)
     sees = (branch[:, None, :] == branch[:, spoken, None]) | (branch[:, None, :] == 0)
     causal = torch.arange(longest)[None, :] <= torch.arange(longest)[spoken, None]
     mask = (sees & causal)[:, None]
-    return {"ids": ids, "positions": positions, "mask": mask, "target": target, "unit": unit, "visual": shown}
+    return {
+        "ids": ids,
+        "positions": positions,
+        "mask": mask,
+        "target": target,
+        "unit": unit,
+        "visual": shown,
+    }
 
 
 def _gap(rng: random.Random, temporal: int, rows: int, columns: int, varied: bool) -> int:
-    """How far behind the video's first position the text goes on: as transformers has it, or where it would with a
-    longer or larger video."""
+    """How far behind the video's first position the text goes on: as transformers has it, or where
+    it would with a longer or larger video."""
     usual = max(rows, columns)
     if not varied or rng.random() >= 0.4:
         return usual
@@ -249,7 +304,10 @@ def _dialogues(
         said.append((words.eos_token_id, unit - 1))
         goals = [(-100, -1)] * (len(opening) - 1) + said
         tokens = opening + [token for token, _ in said[:-1]]
-        line += [(token, branch, i, *goal) for i, (token, goal) in enumerate(zip(tokens, goals, strict=True))]
+        line += [
+            (token, branch, i, *goal)
+            for i, (token, goal) in enumerate(zip(tokens, goals, strict=True))
+        ]
     return line
 
 

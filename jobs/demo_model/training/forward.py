@@ -1,6 +1,7 @@
-"""The demo models' forward pass for training: the same weights and results as the model's own (the tests hold it to
-that), at a fraction of the time. Frame pairs that are shown again are seen once; the video, which all conversations
-about it share, attends causally without a mask; and logits are computed only where something is asked."""
+"""The demo models' forward pass for training: the same weights and results as the model's own (the
+tests hold it to that), at a fraction of the time. Frame pairs that are shown again are seen once;
+the video, which all conversations about it share, attends causally without a mask; and logits are
+computed only where something is asked."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from jobs.demo_model.world import COLOURS, KINDS, MAX_SCENES
 
 
 def see(model: Qwen2VLForConditionalGeneration, batch: Batch) -> torch.Tensor:
-    """The vision tower over equal frame pairs at once: (pairs, tokens, hidden). Same weights and result as the model's
-    own forward, which takes one frame pair at a time and a Conv3d whose backward costs 40% of a step."""
+    """The vision tower over equal frame pairs at once: (pairs, tokens, hidden). Same weights and
+    result as the model's own forward, which takes one frame pair at a time and a Conv3d whose
+    backward costs 40% of a step."""
     tower = model.model.visual
     pairs, count, _ = batch.patches.shape
     x = F.linear(batch.patches, tower.patch_embed.proj.weight.flatten(1))
@@ -42,14 +44,15 @@ def _turn(x: torch.Tensor) -> torch.Tensor:
 
 
 def say(model: Qwen2VLForConditionalGeneration, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits where something is asked, and what should have been said there: (n, vocabulary), (n,)."""
+    """Logits where something is asked, and what should have been said there: (n, vocabulary),
+    (n,)."""
     return _asked(model, batch, _hidden(model, batch)[0])
 
 
 class Probes(torch.nn.Module):
-    """More tasks, for training only, each read linearly: what a frame pair shows off the end of what the first layer is
-    fed of it, and which scene that is, anywhere in it, off what the last layer is fed. Captions alone teach that far
-    more slowly."""
+    """More tasks, for training only, each read linearly: what a frame pair shows off the end of
+    what the first layer is fed of it, and which scene that is, anywhere in it, off what the last
+    layer is fed. Captions alone teach that far more slowly."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -65,7 +68,10 @@ class Probes(torch.nn.Module):
         rows = torch.arange(size)[:, None]
         shown, number = (
             probe(F.layer_norm(state[rows, at], state.shape[-1:]))
-            for probe, state, at in ((self.shown, states[0], last), (self.number, states[-1], any_of))
+            for probe, state, at in (
+                (self.shown, states[0], last),
+                (self.number, states[-1], any_of),
+            )
         )
         losses = {
             "shown": _look_loss(shown, batch.looks),
@@ -87,7 +93,9 @@ class Probed:
 def _look_loss(logits: torch.Tensor, looks: torch.Tensor) -> torch.Tensor:
     """Cross entropy of kind and of colour; `looks` (B, T, 2)."""
     kind, colour = logits.flatten(0, 1).split((len(KINDS), len(COLOURS)), -1)
-    return F.cross_entropy(kind, looks[..., 0].flatten()) + F.cross_entropy(colour, looks[..., 1].flatten())
+    return F.cross_entropy(kind, looks[..., 0].flatten()) + F.cross_entropy(
+        colour, looks[..., 1].flatten()
+    )
 
 
 def _asked(
@@ -97,9 +105,11 @@ def _asked(
     return model.lm_head(spoken[asked[:, -spoken.shape[1] :]]), batch.target[asked]
 
 
-def _hidden(model: Qwen2VLForConditionalGeneration, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Hidden states: (B, S, hidden) behind the video at the end, normed, and (B, P, hidden) of the video and what comes
-    before it, first as fed in, then behind each layer but the last."""
+def _hidden(
+    model: Qwen2VLForConditionalGeneration, batch: Batch
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Hidden states: (B, S, hidden) behind the video at the end, normed, and (B, P, hidden) of the
+    video and what comes before it, first as fed in, then behind each layer but the last."""
     text = model.model.language_model
     shown = see(model, batch)[batch.order].flatten(1, 2)  # (B, visual tokens, hidden)
     if batch.noise:
@@ -115,17 +125,23 @@ def _hidden(model: Qwen2VLForConditionalGeneration, batch: Batch) -> tuple[torch
         spoken = F.scaled_dot_product_attention(query[:, :, cut:], key, value, batch.mask)
         suffix = _rest(layer, suffix, spoken)
         if number < len(text.layers):  # nothing is asked of the video itself at the end
-            seen = F.scaled_dot_product_attention(query[:, :, :cut], key[:, :, :cut], value[:, :, :cut], is_causal=True)
+            seen = F.scaled_dot_product_attention(
+                query[:, :, :cut], key[:, :, :cut], value[:, :, :cut], is_causal=True
+            )
             states.append(prefix := _rest(layer, prefix, seen))
     return text.norm(suffix), states
 
 
-def _project(layer: Qwen2VLDecoderLayer, x: torch.Tensor, turns: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Queries, keys and values, each (B, heads, L, head size); keys and values repeated for the queries' heads."""
+def _project(
+    layer: Qwen2VLDecoderLayer, x: torch.Tensor, turns: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Queries, keys and values, each (B, heads, L, head size); keys and values repeated for the
+    queries' heads."""
     attn, x = layer.self_attn, layer.input_layernorm(x)
     cos, sin = turns
     query, key, value = (
-        f(x).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for f in (attn.q_proj, attn.k_proj, attn.v_proj)
+        f(x).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
+        for f in (attn.q_proj, attn.k_proj, attn.v_proj)
     )
     query, key = query * cos + _turn(query) * sin, key * cos + _turn(key) * sin
     groups = attn.num_key_value_groups

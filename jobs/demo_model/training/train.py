@@ -1,12 +1,13 @@
-"""Trains the demo models: Qwen2-VLs of 2.9 M and 0.7 M parameters that caption the world of `jobs/demo_model/world.py`.
+"""Trains the demo models: Qwen2-VLs of 2.9 M and 0.7 M parameters that caption the world of
+`jobs/demo_model/world.py`.
 
-    python -m jobs.demo_model.training.train --output conf/model/demo  # CPU only, seeded (the shipped one: README)
+    python -m jobs.demo_model.training.train --output conf/model/demo  # CPU only, seeded (the
+    shipped one: README)
 
-Single scenes first; a stage ends when held-out clauses are right, not after a number of steps (a schedule that moves on
-early stalls). Positions of the text against the video, frame sizes and the pace (temporal patches per scene) are drawn
-at random once single scenes are known; the last stages mix in clips whose scenes go on for up to thousands of visual
-tokens.
-"""
+Single scenes first; a stage ends when held-out clauses are right, not after a number of steps (a
+schedule that moves on early stalls). Positions of the text against the video, frame sizes and the
+pace (temporal patches per scene) are drawn at random once single scenes are known; the last stages
+mix in clips whose scenes go on for up to thousands of visual tokens."""
 
 from __future__ import annotations
 
@@ -27,14 +28,20 @@ from jsonargparse import auto_cli
 from transformers import PreTrainedTokenizerFast, Qwen2VLForConditionalGeneration
 
 from jobs.demo_model.model import build, save, tokenizer
-from jobs.demo_model.training.batches import Batch, Difficulty, draw_batch, draw_batches, draw_long_batch
+from jobs.demo_model.training.batches import (
+    Batch,
+    Difficulty,
+    draw_batch,
+    draw_batches,
+    draw_long_batch,
+)
 from jobs.demo_model.training.forward import Probes, say
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the curriculum: it ends when this share of the held-out clauses and answers is right; of long clips,
-    answers alone, since they are learned first."""
+    """A part of the curriculum: it ends when this share of the held-out clauses and answers is
+    right; of long clips, answers alone, since they are learned first."""
 
     level: Difficulty
     enough: float
@@ -60,7 +67,7 @@ STAGES = (
 )
 
 
-# ----------------------------------------------------------------------------------------------------------- the exams
+# ---------------------------------------------------------------------------------------- the exams
 
 
 def held_out(words: PreTrainedTokenizerFast, level: Difficulty, clips: int) -> Iterator[Batch]:
@@ -73,8 +80,8 @@ def held_out(words: PreTrainedTokenizerFast, level: Difficulty, clips: int) -> I
 
 
 def held_out_long(words: PreTrainedTokenizerFast, level: Difficulty, clips: int) -> Iterator[Batch]:
-    """At least `clips` clips at the largest frame with the level's visual tokens each, of as many scenes as it has at
-    most and of fewer."""
+    """At least `clips` clips at the largest frame with the level's visual tokens each, of as many
+    scenes as it has at most and of fewer."""
     rng = random.Random(10_000_079)
     for part in itertools.cycle((3, 5, 4, 6)):
         if clips <= 0:
@@ -86,9 +93,12 @@ def held_out_long(words: PreTrainedTokenizerFast, level: Difficulty, clips: int)
 
 
 @torch.no_grad()
-def exam(model: Qwen2VLForConditionalGeneration, probes: Probes, batches: Iterator[Batch]) -> dict[str, float]:
-    """Accuracy of clauses, answers and scene numbers, and the loss a token. All tokens of a clause right given the true
-    text before it is the same as being written right by greedy decoding, as long as all before it is right."""
+def exam(
+    model: Qwen2VLForConditionalGeneration, probes: Probes, batches: Iterator[Batch]
+) -> dict[str, float]:
+    """Accuracy of clauses, answers and scene numbers, and the loss a token. All tokens of a clause
+    right given the true text before it is the same as being written right by greedy decoding, as
+    long as all before it is right."""
     model.eval()
     good, all_of, loss, tokens = Counter[str](), Counter[str](), 0.0, 0
     for batch in batches:
@@ -116,14 +126,16 @@ def report(
     clips: int,
 ) -> dict[str, float]:
     """The level's exam; for long clips a fifth as many of them too."""
-    result = exam(model, probes, held_out(words, replace(level, scenes=8) if level.visual else level, clips))
+    result = exam(
+        model, probes, held_out(words, replace(level, scenes=8) if level.visual else level, clips)
+    )
     if level.visual:
         far = exam(model, probes, held_out_long(words, level, -(-clips // 5)))
         result |= {f"long_{name}": value for name, value in far.items()}
     return result
 
 
-# ------------------------------------------------------------------------------------------------------------ training
+# ----------------------------------------------------------------------------------------- training
 
 
 def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
@@ -131,19 +143,24 @@ def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
     return peak * min(1.0, (step + 1) / warmup, max(1 - step / steps, 0.001) * 3)
 
 
-def optimizers_of(model: Qwen2VLForConditionalGeneration, probes: Probes) -> list[torch.optim.Optimizer]:
+def optimizers_of(
+    model: Qwen2VLForConditionalGeneration, probes: Probes
+) -> list[torch.optim.Optimizer]:
     """Muon for the matrices: single scenes in a third of AdamW's steps."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
         torch.optim.Muon(matrices, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, betas=(0.9, 0.98), weight_decay=0.0),
-        torch.optim.AdamW([{"params": probes.parameters(), "times": 5}], betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(
+            [{"params": probes.parameters(), "times": 5}], betas=(0.9, 0.98), weight_decay=0.0
+        ),
     ]
 
 
 PROBING = 0.2  # weight of the probes' tasks
-TURNING = 5  # weight of the one token in ten that ends a caption or goes on with it: what it gets wrong is lost
+# weight of the one token in ten that ends a caption or goes on with it: what it gets wrong is lost
+TURNING = 5
 
 
 def loss_of(
@@ -152,8 +169,8 @@ def loss_of(
     teacher: Qwen2VLForConditionalGeneration | None,
     batch: Batch,
 ) -> torch.Tensor:
-    """Cross entropy with the truth, and the probes' tasks; with a teacher, half of it with what the teacher would
-    say."""
+    """Cross entropy with the truth, and the probes' tasks; with a teacher, half of it with what the
+    teacher would say."""
     out = probes(model, batch)
     each = F.cross_entropy(out.logits, out.target, reduction="none")
     if teacher is not None:
@@ -180,7 +197,8 @@ def train(
     teacher: Path | None = None,
     stage: int = 0,
 ) -> None:
-    """Trains and writes a folder that `from_pretrained` reads (weights as safetensors, tokenizer, processors).
+    """Trains and writes a folder that `from_pretrained` reads (weights as safetensors, tokenizer,
+    processors).
 
     Args:
         output: where the model goes; it is written at each exam.
@@ -197,14 +215,19 @@ def train(
     load = functools.partial(Qwen2VLForConditionalGeneration.from_pretrained, dtype=torch.float32)
     model = (load(resume) if resume else build(shape, words)).train()
     guide = load(teacher).eval() if teacher else None
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(words)} tokens", file=sys.stderr)
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(words)} tokens",
+        file=sys.stderr,
+    )
     probes = Probes(model.config.text_config.hidden_size)
     optimizers = optimizers_of(model, probes)
     began, losses = time.monotonic(), []
     for step in range(steps):
         level = STAGES[stage].level
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate(step, steps, warmup, peak * STAGES[stage].rate) * group.get("times", 1)
+            group["lr"] = learning_rate(step, steps, warmup, peak * STAGES[stage].rate) * group.get(
+                "times", 1
+            )
         batches = draw_batches(rng, words, level, tokens)
         for batch in batches:
             loss = loss_of(model, probes, guide, batch) / len(batches)
@@ -216,11 +239,22 @@ def train(
             optimizer.zero_grad(set_to_none=True)
         if (step + 1) % exam_every == 0:
             result = report(model, probes, words, level, exam_clips)
-            line = {"step": step + 1, "stage": stage, "scenes": level.scenes, "train_loss": sum(losses) / len(losses)}
+            line = {
+                "step": step + 1,
+                "stage": stage,
+                "scenes": level.scenes,
+                "train_loss": sum(losses) / len(losses),
+            }
             line |= result | {"minutes": (time.monotonic() - began) / 60}
             losses.clear()
-            print(json.dumps({k: round(v, 4) for k, v in line.items()}), file=sys.stderr, flush=True)
-            passed = result["long_answers"] if level.visual else min(result["clauses"], result["answers"])
+            print(
+                json.dumps({k: round(v, 4) for k, v in line.items()}), file=sys.stderr, flush=True
+            )
+            passed = (
+                result["long_answers"]
+                if level.visual
+                else min(result["clauses"], result["answers"])
+            )
             if passed >= STAGES[stage].enough:
                 stage += 1
             save(model, words, output)

@@ -1,5 +1,5 @@
-"""What the suite `acceptance` measures besides acceptance: how many projection weights several sequences activate
-together, and how well a draft's view foretells a text that is known."""
+"""What the suite `acceptance` measures besides acceptance: how many projection weights several
+sequences activate together, and how well a draft's view foretells a text that is known."""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ Activations = dict[str, torch.Tensor]  # by a projection's name, (steps, sequenc
 
 
 def at_decode(engine: Engine, asked: Subject) -> Activations:
-    """Inputs of all projections at the dense loop's steps of `SEQUENCES` requests that run side by side."""
+    """Inputs of all projections at the dense loop's steps of `SEQUENCES` requests that run side by
+    side."""
     if len(asked.requests) != SEQUENCES:
         raise ValueError(f"{len(asked.requests)} requests, {SEQUENCES} are needed")
-    sampling = Sampling(STEPS + 1, min_tokens=STEPS + 1, temperature=0.0)  # all end at once, no slot is idle before
+    sampling = Sampling(
+        STEPS + 1, min_tokens=STEPS + 1, temperature=0.0
+    )  # all end at once, no slot is idle before
     alone = replace(engine, max_num_seqs=SEQUENCES, prefixes=None, keep_prefixes=False)
     with sparsity.recorded(engine.model.decoder) as seen:
-        for result in alone.run([replace(r, sampling=sampling) for r in asked.requests], None, asked.prepare):
+        for result in alone.run(
+            [replace(r, sampling=sampling) for r in asked.requests], None, asked.prepare
+        ):
             if result.error is not None:
                 raise result.error
     return {name: rows.view(STEPS, SEQUENCES, -1) for name, rows in seen.items()}
@@ -38,13 +43,16 @@ def at_decode(engine: Engine, asked: Subject) -> Activations:
 
 def calibrated(engine: Engine, seen: Activations, keep: float) -> dict[str, float]:
     """Thresholds by a sample of decode steps."""
-    return sparsity.thresholds(engine.model.decoder, {name: x.flatten(0, 1) for name, x in seen.items()}, keep)
+    return sparsity.thresholds(
+        engine.model.decoder, {name: x.flatten(0, 1) for name, x in seen.items()}, keep
+    )
 
 
 def joint_shares(
     engine: Engine, seen: Activations, thresholds: Mapping[str, float], batches: Sequence[int]
 ) -> dict[str, float]:
-    """u_B: of all projection weights the share whose input channel at least one of B sequences activates.
+    """u_B: of all projection weights the share whose input channel at least one of B sequences
+    activates.
 
     Sequences of a batch stand at steps of their own, as they do where slots refill.
     """
@@ -68,11 +76,14 @@ def joint_shares(
 
 @torch.inference_mode()
 def perplexity(engine: Engine, asked: Subject, draft: Draft) -> float:
-    """Of what follows the prompts, which are prefilled densely, through a draft's view, all of it in one step."""
+    """Of what follows the prompts, which are prefilled densely, through a draft's view, all of it
+    in one step."""
     engine = replace(engine, max_num_seqs=len(asked.requests))
     batch = Batch(engine, draft, asked.prepare)
     for slot, request in enumerate(asked.requests):
-        batch.rows[slot] = _admitted(batch, slot, replace(request, sampling=Sampling(2, temperature=0.0)))
+        batch.rows[slot] = _admitted(
+            batch, slot, replace(request, sampling=Sampling(2, temperature=0.0))
+        )
     batch._regroup()
     slots = batch.slots
     text = torch.tensor([asked.following[request.request_id] for request in asked.requests])

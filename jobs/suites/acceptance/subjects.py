@@ -1,9 +1,9 @@
-"""What the suite `acceptance` puts to a model: long prose for a text model, long clips for one that sees.
+"""What the suite `acceptance` puts to a model: long prose for a text model, long clips for one that
+sees.
 
-A text model goes on with pieces of the standard library's documentation, as they are, without a chat template: what
-follows in the documentation is known and can be scored. A model that sees captions clips of long scenes and is asked
-one question on each.
-"""
+A text model goes on with pieces of the standard library's documentation, as they are, without a
+chat template: what follows in the documentation is known and can be scored. A model that sees
+captions clips of long scenes and is asked one question on each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Subject:
 
 
 def engine_of(model: str, folder: Path, threads: int, **settings: str) -> Engine:
-    """An engine of `demo`, `smollm2`, one of the tiny families (built in `folder`), a preset, folder or hub id.
+    """An engine of `demo`, `smollm2`, one of the tiny families (built in `folder`), a preset,
+    folder or hub id.
 
     Raises:
         UsageError: there is no such model.
@@ -88,7 +89,9 @@ def subject(
         scenes: of the clips, in turn.
     """
     if checkpoint.takes_video:
-        shown = list(_clips(checkpoint, context, prompts, Sampling(tokens, temperature=0.0), scenes))
+        shown = list(
+            _clips(checkpoint, context, prompts, Sampling(tokens, temperature=0.0), scenes)
+        )
         return Subject(shown, {r.request_id: checkpoint.inputs(r) for r in shown}, {})
     ids = _prose(checkpoint, (context + step * len(prompts) + more) * (max(prompts) + 1))
     sampling = Sampling(tokens, min_tokens=tokens, temperature=0.0)
@@ -117,7 +120,12 @@ def of_kind(whole: Subject, kind: str) -> list[Request]:
 def cut(requests: Sequence[Request], tokens: int) -> list[Request]:
     """The same requests, of so many tokens: of prose exactly, of a clip at most."""
     return [
-        replace(r, sampling=replace(r.sampling, max_tokens=tokens, min_tokens=min(tokens, r.sampling.min_tokens)))
+        replace(
+            r,
+            sampling=replace(
+                r.sampling, max_tokens=tokens, min_tokens=min(tokens, r.sampling.min_tokens)
+            ),
+        )
         for r in requests
     ]
 
@@ -146,14 +154,22 @@ def _prose(checkpoint: Checkpoint, least: int) -> list[int]:
         UsageError: that is less than is asked for.
     """
     topics = (text for _, text in sorted(pydoc_data.topics.topics.items()) if len(text) > 4000)
-    ids: list[int] = checkpoint.tokenizer("\n\n".join(topics), add_special_tokens=False)["input_ids"]
+    ids: list[int] = checkpoint.tokenizer("\n\n".join(topics), add_special_tokens=False)[
+        "input_ids"
+    ]
     if len(ids) < least:
-        raise UsageError(f"so many prompts of such a --context take {least} tokens of prose, there are {len(ids)}")
+        raise UsageError(
+            f"so many prompts of such a --context take {least} tokens of prose, there are {len(ids)}"
+        )
     return ids
 
 
 def _clips(
-    checkpoint: Checkpoint, context: int, prompts: Sequence[int], sampling: Sampling, scenes: Sequence[int]
+    checkpoint: Checkpoint,
+    context: int,
+    prompts: Sequence[int],
+    sampling: Sampling,
+    scenes: Sequence[int],
 ) -> Iterator[Request]:
     """Scenes as long as it takes for a clip to have `context` visual tokens."""
     for number in prompts:

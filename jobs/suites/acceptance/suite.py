@@ -1,10 +1,10 @@
-"""How many drafted tokens the full model accepts, of every draft of the papers, on long contexts: acceptance against
-what is kept and against γ, the share of weights that sequences activate together, and what a draft's view costs in
-perplexity.
+"""How many drafted tokens the full model accepts, of every draft of the papers, on long contexts:
+acceptance against what is kept and against γ, the share of weights that sequences activate
+together, and what a draft's view costs in perplexity.
 
-Budgets are equal where `kv_entries` is: entries that a draft reads per layer and KV head, text and sinks included.
-`alpha` is accepted over proposed, `stderr` the standard error of `accepted_per_round` over rounds.
-"""
+Budgets are equal where `kv_entries` is: entries that a draft reads per layer and KV head, text and
+sinks included. `alpha` is accepted over proposed, `stderr` the standard error of
+`accepted_per_round` over rounds."""
 
 from __future__ import annotations
 
@@ -35,9 +35,22 @@ NUCLEI = (0.1, 0.3, 0.5, 0.9)
 SAMPLES = 2  # prompts besides the measured ones, from which λ is chosen
 BATCHES = (1, 2, 4, 8)
 SHORT = 512  # tokens of context where activations are recorded
-PROMPTS, TOKENS = {False: 4, True: 8}, {False: 40, True: 96}  # by whether the model sees; tokens are per request
+PROMPTS, TOKENS = (
+    {False: 4, True: 8},
+    {False: 40, True: 96},
+)  # by whether the model sees; tokens are per request
 SCORED = 128  # tokens of each prompt's continuation that perplexity is of
-COLUMNS = ("draft", "budget", "gamma", "context", "accepted_per_round", "stderr", "alpha", "kv_entries", "weight_bytes")
+COLUMNS = (
+    "draft",
+    "budget",
+    "gamma",
+    "context",
+    "accepted_per_round",
+    "stderr",
+    "alpha",
+    "kv_entries",
+    "weight_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,9 @@ def run(argv: list[str]) -> dict[str, Any]:
     console, rows = Console(stderr=True, width=140), []
     for name, draft in drafts(chosen):
         rows.append(figures(engine, asked, name, draft, dense))
-        console.log(f"{name} {rows[-1]['budget']}: {rows[-1]['accepted_per_round']}, {rows[-1]['seconds']} s")
+        console.log(
+            f"{name} {rows[-1]['budget']}: {rows[-1]['accepted_per_round']}, {rows[-1]['seconds']} s"
+        )
     console.print(table(flags.model, rows))
     return {
         "model": flags.model,
@@ -82,7 +97,8 @@ def run(argv: list[str]) -> dict[str, Any]:
 
 
 def drafts(nucleus: float) -> Iterator[tuple[str, Draft]]:
-    """What is measured, by name: each draft of the papers, then the curves over K and γ of those that select."""
+    """What is measured, by name: each draft of the papers, then the curves over K and γ of those
+    that select."""
     sees_all: dict[str, Any] = {"policy": "full", "keep": 1.0, "gamma": GAMMA}
     yield "std", Draft("std", keep=1.0, gamma=GAMMA)
     for keep in KEEPS:
@@ -103,17 +119,21 @@ def drafts(nucleus: float) -> Iterator[tuple[str, Draft]]:
 
 
 def nucleus(engine: Engine, samples: Subject) -> tuple[float, dict[str, float]]:
-    """λ of `specvlm` at 90% pruning, by acceptance on samples that are not measured later; and the acceptance of
-    each."""
+    """λ of `specvlm` at 90% pruning, by acceptance on samples that are not measured later; and the
+    acceptance of each."""
     own = replace(engine, max_num_seqs=samples.contexts(), prefixes=None)
     tried = {}
     for share in NUCLEI:
         results = _answered(own, samples, Draft("specvlm", keep=PRUNED, gamma=GAMMA, nucleus=share))
         tried[share] = round(_accepted(results)[0], 4)
-    return max(tried, key=lambda share: tried[share]), {str(share): rate for share, rate in tried.items()}
+    return max(tried, key=lambda share: tried[share]), {
+        str(share): rate for share, rate in tried.items()
+    }
 
 
-def figures(engine: Engine, asked: Subject, name: str, draft: Draft, dense: dict[str, list[int]]) -> dict[str, Any]:
+def figures(
+    engine: Engine, asked: Subject, name: str, draft: Draft, dense: dict[str, list[int]]
+) -> dict[str, Any]:
     """One row: what became of all requests under a draft."""
     began = time.monotonic()
     results = _answered(engine, asked, draft)
@@ -127,16 +147,24 @@ def figures(engine: Engine, asked: Subject, name: str, draft: Draft, dense: dict
         "context": round(statistics.mean(contexts.values()), 1),
         "accepted_per_round": round(rate, 4),
         "stderr": round(stderr, 4),
-        "alpha": round(sum(r.accepted for r in results) / max(1, sum(r.proposed for r in results)), 4),
-        "kv_entries": round(statistics.mean(r.kv_keep * contexts[r.request_id] for r in results), 1),
+        "alpha": round(
+            sum(r.accepted for r in results) / max(1, sum(r.proposed for r in results)), 4
+        ),
+        "kv_entries": round(
+            statistics.mean(r.kv_keep * contexts[r.request_id] for r in results), 1
+        ),
         "weight_bytes": 0 if draft.policy == "ngram" else weight_bytes(engine.drafter(draft)),
         "rounds": sum(r.rounds for r in results),
         "identical": sum(r.token_ids == dense[r.request_id] for r in results),
         "requests": len(results),
     }
     if any(questions):
-        row["captions"] = round(_accepted([r for r, q in zip(results, questions, strict=True) if not q])[0], 4)
-        row["questions"] = round(_accepted([r for r, q in zip(results, questions, strict=True) if q])[0], 4)
+        row["captions"] = round(
+            _accepted([r for r, q in zip(results, questions, strict=True) if not q])[0], 4
+        )
+        row["questions"] = round(
+            _accepted([r for r, q in zip(results, questions, strict=True) if q])[0], 4
+        )
     return row | {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -171,15 +199,20 @@ def _accepted(results: list[Result]) -> tuple[float, float]:
 
 
 def _sparsity(flags: Flags, engine: Engine) -> dict[str, Any]:
-    """u_B with thresholds of a half of the recorded decode steps, measured on the other; and what the thresholds that
-    the engine drafted with, which a prompt gave it, keep at decode steps."""
-    whole = subjects.subject(engine.checkpoint, min(SHORT, flags.context), range(measures.SEQUENCES), 1)
+    """u_B with thresholds of a half of the recorded decode steps, measured on the other; and what
+    the thresholds that the engine drafted with, which a prompt gave it, keep at decode steps."""
+    whole = subjects.subject(
+        engine.checkpoint, min(SHORT, flags.context), range(measures.SEQUENCES), 1
+    )
     seen = measures.at_decode(engine, subjects.captions_of(whole))
     half = measures.STEPS // 2
     fitted = measures.calibrated(engine, {name: x[:half] for name, x in seen.items()}, CHANNELS)
     held_out = {name: x[half:] for name, x in seen.items()}
     drafted = measures.joint_shares(engine, held_out, engine.thresholds[CHANNELS], (1,))
-    return {"u": measures.joint_shares(engine, held_out, fitted, BATCHES), "teal_keep": drafted["1"]}
+    return {
+        "u": measures.joint_shares(engine, held_out, fitted, BATCHES),
+        "teal_keep": drafted["1"],
+    }
 
 
 def _perplexities(engine: Engine, asked: Subject) -> dict[str, float]:
@@ -188,10 +221,14 @@ def _perplexities(engine: Engine, asked: Subject) -> dict[str, float]:
         return {}
     views = {"dense": Draft("full"), f"snapkv {PRUNED}": Draft("snapkv", keep=PRUNED)}
     for keep in (KEEP, 0.3):
-        views |= {f"{policy} {keep}": Draft(policy, keep=keep) for policy in ("snapkv", "std", "window")}
+        views |= {
+            f"{policy} {keep}": Draft(policy, keep=keep) for policy in ("snapkv", "std", "window")
+        }
     views |= {
         f"random {KEEP}": Draft("random", keep=KEEP),
         f"channels {CHANNELS}": Draft("full", channels=CHANNELS),
         f"snapkv 0.3, channels {CHANNELS}": Draft("snapkv", keep=0.3, channels=CHANNELS),
     }
-    return {name: round(measures.perplexity(engine, asked, draft), 3) for name, draft in views.items()}
+    return {
+        name: round(measures.perplexity(engine, asked, draft), 3) for name, draft in views.items()
+    }

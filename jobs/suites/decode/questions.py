@@ -1,5 +1,5 @@
-"""Whole requests, vision and prefill included: questions on each of some videos, by our engine and by Hugging Face's
-`generate`, which sees each video anew for each of them."""
+"""Whole requests, vision and prefill included: questions on each of some videos, by our engine and
+by Hugging Face's `generate`, which sees each video anew for each of them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,19 @@ def measured(engine: Engine, context: int, draft: Draft) -> dict[str, Any]:
     inputs = {request.request_id: engine.checkpoint.inputs(request) for request in asked}
     ours = replace(engine, max_num_seqs=VIDEOS, prefixes=None, keep_prefixes=False)
     began = time.perf_counter()
-    results = {r.request_id: r for r in ours.run(asked, draft, lambda request: inputs[request.request_id])}
+    results = {
+        r.request_id: r for r in ours.run(asked, draft, lambda request: inputs[request.request_id])
+    }
     our_s = time.perf_counter() - began
     began, same = time.perf_counter(), 0
     for number in range(QUESTIONS):
         batch = [request for request in asked if request.request_id.endswith(f"/{number}")]
-        texts = _theirs(engine, [inputs[request.request_id] for request in batch], batch[0].sampling.max_tokens)
+        texts = _theirs(
+            engine, [inputs[request.request_id] for request in batch], batch[0].sampling.max_tokens
+        )
         same += sum(
-            results[request.request_id].token_ids == text[: len(results[request.request_id].token_ids)]
+            results[request.request_id].token_ids
+            == text[: len(results[request.request_id].token_ids)]
             for request, text in zip(batch, texts, strict=True)
         )
     their_s = time.perf_counter() - began
@@ -65,13 +70,18 @@ def _requests(engine: Engine, context: int) -> list[Request]:
         rng = random.Random(f"questions {video}")
         story = world.draw_scenes(rng, SCENES)
         rate = 1
-        while engine.checkpoint.geometry.tokens(int(world.SCENE_SECONDS * rate) * SCENES, SIDE, SIDE) < context:
+        while (
+            engine.checkpoint.geometry.tokens(int(world.SCENE_SECONDS * rate) * SCENES, SIDE, SIDE)
+            < context
+        ):
             rate += 1
         frames = torch.from_numpy(world.clip_frames(rng, story, SIDE, SIDE, rate))
         for number, place in enumerate(numbers):
             question, _ = world.questions(story)[place]
             sampling = Sampling(12, temperature=0.0)
-            asked.append(Request(f"{video}/{number}", question, frames, f"clip {video}", sampling=sampling))
+            asked.append(
+                Request(f"{video}/{number}", question, frames, f"clip {video}", sampling=sampling)
+            )
     return asked
 
 
@@ -80,7 +90,9 @@ def _theirs(engine: Engine, prompts: Sequence[Inputs], tokens: int) -> list[list
     mask = torch.ones_like(fed["input_ids"])
     engine.model.detach()
     try:
-        out = engine.model.hf.generate(**fed, attention_mask=mask, do_sample=False, max_new_tokens=tokens)
+        out = engine.model.hf.generate(
+            **fed, attention_mask=mask, do_sample=False, max_new_tokens=tokens
+        )
     finally:
         engine.model.attach()
     return out[:, fed["input_ids"].shape[1] :].tolist()

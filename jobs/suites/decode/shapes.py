@@ -1,5 +1,5 @@
-"""Models of real shapes with random weights, for times alone: nothing is downloaded, and what drafts are accepted means
-nothing."""
+"""Models of real shapes with random weights, for times alone: nothing is downloaded, and what
+drafts are accepted means nothing."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""How fast a draft's loop decodes over our dense loop and over Hugging Face's `generate`: the same prompts, in turn, in
-one process. A table for people, then JSON. Times are medians over pairs of segments, intervals bootstrapped.
+"""How fast a draft's loop decodes over our dense loop and over Hugging Face's `generate`: the same
+prompts, in turn, in one process. A table for people, then JSON. Times are medians over pairs of
+segments, intervals bootstrapped.
 
-A step's bound is its bytes over the bandwidth that this machine reads with, measured in the same run, and stated only
-where a dense step reads more than 256 MB. `identical` compares with the dense loop whose steps are padded to a draft's
-verification, from the first token on; `diverged` counts rows that departed from the plain dense loop in some segment.
-"""
+A step's bound is its bytes over the bandwidth that this machine reads with, measured in the same
+run, and stated only where a dense step reads more than 256 MB. `identical` compares with the dense
+loop whose steps are padded to a draft's verification, from the first token on; `diverged` counts
+rows that departed from the plain dense loop in some segment."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Flags:
     device: str = "cpu"
     dtype: str = "bfloat16"
     batches: str = "1,8"
-    contexts: str = ""  # tokens, visual ones of a model that sees; 2048,7936 of text and 4096,16384 of video if empty
+    # tokens, visual ones of a model that sees; 2048,7936 of text and 4096,16384 of video if empty
+    contexts: str = ""
     tokens: int = 256  # written per row
     pairs: int = 9
     threads: int = 2
@@ -66,16 +68,23 @@ def run(argv: list[str]) -> dict[str, Any]:
     bandwidth = read_bandwidth()
     engine = _engine(flags)
     usual = "4096,16384" if engine.checkpoint.takes_video else "2048,7936"
-    contexts, batches = numbers("contexts", flags.contexts or usual), numbers("batches", flags.batches)
+    contexts, batches = (
+        numbers("contexts", flags.contexts or usual),
+        numbers("batches", flags.batches),
+    )
     rows: list[dict[str, Any]] = []
     for context in contexts:
         for batch in batches:
-            rows += cell(replace(engine, max_num_seqs=batch, prefixes=None), flags, batch, context, bandwidth)
+            rows += cell(
+                replace(engine, max_num_seqs=batch, prefixes=None), flags, batch, context, bandwidth
+            )
             console.print(table(flags.model, rows[-len(drafts(engine)) :]))
     return {
         "model": flags.model,
         "read_bandwidth_gbs": round(bandwidth, 2),
-        "dense_attention": path_name(engine.model.dtype, engine.model.device, engine.model.head_dim),
+        "dense_attention": path_name(
+            engine.model.dtype, engine.model.device, engine.model.head_dim
+        ),
         "random_weights": flags.model in shapes.SHAPES,
         "rows": rows,
         "questions": _questions(engine, flags, max(contexts)),
@@ -87,12 +96,15 @@ def numbers(name: str, text: str) -> list[int]:
     """Of a flag that lists them with commas."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise UsageError(f"--{name} is {text!r}: whole numbers above 0 are needed, with commas between them")
+        raise UsageError(
+            f"--{name} is {text!r}: whole numbers above 0 are needed, with commas between them"
+        )
     return [int(word) for word in words]
 
 
 def drafts(engine: Engine) -> dict[str, Draft]:
-    """What is tried in each cell; the budgets are Sparse-to-Dense's K + m_t = 1,024 and half of it."""
+    """What is tried in each cell; the budgets are Sparse-to-Dense's K + m_t = 1,024 and half of
+    it."""
     tried = {
         "std_1024": Draft("std", k=1024 - SELECTED, gamma=3),
         "std_512": Draft("std", k=512 - SELECTED, gamma=2),
@@ -104,13 +116,19 @@ def drafts(engine: Engine) -> dict[str, Draft]:
     return tried
 
 
-def cell(engine: Engine, flags: Flags, batch: int, context: int, bandwidth: float) -> list[dict[str, Any]]:
-    """One batch and context: every draft against the dense loop, Hugging Face's `generate` going on beside them."""
+def cell(
+    engine: Engine, flags: Flags, batch: int, context: int, bandwidth: float
+) -> list[dict[str, Any]]:
+    """One batch and context: every draft against the dense loop, Hugging Face's `generate` going on
+    beside them."""
     asked = _asked(engine, context, batch, flags.tokens)
     began = time.perf_counter()
     prefill = Pair(engine, asked.requests, asked.prepare, Draft("full", gamma=1)).prefill_s
     vision = time.perf_counter() - began - prefill
-    pairs = {name: Pair(engine, asked.requests, asked.prepare, draft) for name, draft in drafts(engine).items()}
+    pairs = {
+        name: Pair(engine, asked.requests, asked.prepare, draft)
+        for name, draft in drafts(engine).items()
+    }
     segment = _segment(flags, pairs)
 
     def turn() -> None:
@@ -123,20 +141,42 @@ def cell(engine: Engine, flags: Flags, batch: int, context: int, bandwidth: floa
     else:
         for _ in range(flags.pairs):
             turn()
-    cost = {"vision_ms": vision, "prefill_ms": prefill, "hf_prefill_ms": theirs.prefill_s if theirs else None}
+    cost = {
+        "vision_ms": vision,
+        "prefill_ms": prefill,
+        "hf_prefill_ms": theirs.prefill_s if theirs else None,
+    }
     lookup = None
-    if theirs and batch == 1 and not engine.checkpoint.takes_video:  # it drafts a video's placeholders and fails
+    if (
+        theirs and batch == 1 and not engine.checkpoint.takes_video
+    ):  # it drafts a video's placeholders and fails
         lookup = generate_timing.lookup(engine.model, prompts, segment * flags.pairs)
     padded: dict[int, list[list[int]]] = {}
     longest = max(len(row) for pair in pairs.values() for row in pair.written)
     rows = []
     for name, pair in pairs.items():
-        row = {**asdict(pair.policy), "model": flags.model, "batch": batch, "context": context, "policy": name}
-        row |= _times(engine, pair, context, bandwidth) | {key: _ms(value) for key, value in cost.items()}
+        row = {
+            **asdict(pair.policy),
+            "model": flags.model,
+            "batch": batch,
+            "context": context,
+            "policy": name,
+        }
+        row |= _times(engine, pair, context, bandwidth) | {
+            key: _ms(value) for key, value in cost.items()
+        }
         width = pair.policy.gamma + 1
         padded[width] = padded.get(width) or pair.from_the_start(width, longest)
-        same = [ours == dense[: len(ours)] for ours, dense in zip(pair.written, padded[width], strict=True)]
-        row |= {"identical": sum(same), "rows": batch, "diverged": len(pair.diverged), "select_ms": _ms(pair.prefill_s)}
+        same = [
+            ours == dense[: len(ours)]
+            for ours, dense in zip(pair.written, padded[width], strict=True)
+        ]
+        row |= {
+            "identical": sum(same),
+            "rows": batch,
+            "diverged": len(pair.diverged),
+            "select_ms": _ms(pair.prefill_s),
+        }
         per_token = statistics.median(pair.drafted.per_token)
         row["decode_ms"] = _ms(per_token * flags.tokens)
         if theirs:
@@ -152,7 +192,9 @@ def cell(engine: Engine, flags: Flags, batch: int, context: int, bandwidth: floa
 def _times(engine: Engine, pair: Pair, context: int, bandwidth: float) -> dict[str, Any]:
     """Times of the steps, in ms, and what bytes allow."""
     dense, drafted, gamma = pair.dense, pair.drafted, pair.policy.gamma
-    dense_s, draft_s, verify_s = (statistics.median(x or [0.0]) for x in (dense.verify, drafted.draft, drafted.verify))
+    dense_s, draft_s, verify_s = (
+        statistics.median(x or [0.0]) for x in (dense.verify, drafted.draft, drafted.verify)
+    )
     median, low = ratio(dense.per_token, drafted.per_token)
     tokens = statistics.fmean(drafted.kept)
     size = engine.model.dtype.itemsize
@@ -207,7 +249,9 @@ def _engine(flags: Flags) -> Engine:
     if flags.model in shapes.SHAPES:
         return shapes.engine(flags.model, flags.dtype, flags.device)
     with tempfile.TemporaryDirectory() as folder:
-        return subjects.engine_of(flags.model, Path(folder), flags.threads, dtype=flags.dtype, device=flags.device)
+        return subjects.engine_of(
+            flags.model, Path(folder), flags.threads, dtype=flags.dtype, device=flags.device
+        )
 
 
 def _asked(engine: Engine, context: int, batch: int, tokens: int) -> Subject:

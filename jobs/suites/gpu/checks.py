@@ -1,5 +1,5 @@
-"""Everything on a GPU that has a right answer: kernels against plain products in float64, captured rounds against
-Hugging Face's `generate`, `strict` against the dense loop."""
+"""Everything on a GPU that has a right answer: kernels against plain products in float64, captured
+rounds against Hugging Face's `generate`, `strict` against the dense loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ DRAFTS = {
 
 
 def run(device: str, tiny: bool, deadline: float) -> tuple[dict[str, Any], list[str]]:
-    """Of each check its largest error and whether that is small enough; and the names of those without time."""
+    """Of each check its largest error and whether that is small enough; and the names of those
+    without time."""
     done: dict[str, Any] = {}
     late = []
     for name, check in (*_kernels(device, tiny), *_tokens(device, tiny)):
@@ -46,12 +47,25 @@ def run(device: str, tiny: bool, deadline: float) -> tuple[dict[str, Any], list[
             late.append(name)
             continue
         try:
-            with triton_interpreter.row_independent_products() if tiny and name.startswith("fixed") else nullcontext():
+            with (
+                triton_interpreter.row_independent_products()
+                if tiny and name.startswith("fixed")
+                else nullcontext()
+            ):
                 error = check()
-        except (RuntimeError, TritonError) as failure:  # what one GPU or compiler refuses: the others are still told
+        except (
+            RuntimeError,
+            TritonError,
+        ) as failure:  # what one GPU or compiler refuses: the others are still told
             done[name] = {"error": str(failure).splitlines()[0], "ok": False}
             continue
-        limit = 0.0 if name.startswith(("tokens", "gather", "fixed")) else HALF if "float16" in name else EXACT
+        limit = (
+            0.0
+            if name.startswith(("tokens", "gather", "fixed"))
+            else HALF
+            if "float16" in name
+            else EXACT
+        )
         done[name] = {"error": error, "ok": error <= limit}
     return done, late
 
@@ -70,7 +84,10 @@ def _kernels(device: str, tiny: bool) -> Iterator[Check]:
         for bits in (8, 4):
             sizes = (32, 64) if tiny else (3584, 18944)
             yield f"int{bits} product, {short}", partial(_low_bit, device, dtype, bits, sizes)
-            yield f"int{bits} Triton product, {short}", partial(_low_bit, device, dtype, bits, sizes, own=True)
+            yield (
+                f"int{bits} Triton product, {short}",
+                partial(_low_bit, device, dtype, bits, sizes, own=True),
+            )
         yield f"sparse product, {short}", partial(_sparse, device, dtype, sizes)
     yield "gather", partial(_gather, device)
     yield "fixed splits: bits differ", partial(_fixed, device, dtypes[0])
@@ -82,8 +99,17 @@ def _row_cases(tiny: bool) -> list[tuple[tuple[int, int, int], torch.dtype, int,
         return [((4, 2, 32), torch.float32, 1, False), ((4, 2, 32), torch.float32, 3, True)]
     heads = ((28, 4, 128), (32, 8, 128), (16, 2, 64), (10, 2, 80))
     bfloat16 = [(shape, torch.bfloat16, width, False) for shape in heads for width in (1, 8)]
-    others = [(heads[0], dtype, 8, fixed) for dtype in (torch.float16, torch.float32) for fixed in (False, True)]
-    return [*bfloat16, *others, (heads[0], torch.bfloat16, 32, False), (heads[0], torch.bfloat16, 8, True)]
+    others = [
+        (heads[0], dtype, 8, fixed)
+        for dtype in (torch.float16, torch.float32)
+        for fixed in (False, True)
+    ]
+    return [
+        *bfloat16,
+        *others,
+        (heads[0], torch.bfloat16, 32, False),
+        (heads[0], torch.bfloat16, 8, True),
+    ]
 
 
 def _tokens(device: str, tiny: bool) -> Iterator[Check]:
@@ -93,23 +119,34 @@ def _tokens(device: str, tiny: bool) -> Iterator[Check]:
         yield "tokens, strict bfloat16 against its dense loop", partial(_strict, device)
 
 
-# ----------------------------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------------------ kernels
 
 
 def _segment(device: str, dtype: torch.dtype, *shape: int) -> Segment:
-    return torch.randn(*shape, device=device, dtype=dtype), torch.randn(*shape, device=device, dtype=dtype)
+    return torch.randn(*shape, device=device, dtype=dtype), torch.randn(
+        *shape, device=device, dtype=dtype
+    )
 
 
 def _dense(query: torch.Tensor, segment: Segment, sees: torch.Tensor, scale: float) -> Segment:
     """Plain products in float64: query (B, heads, T, d), sees (B, T, n)."""
     share = query.shape[1] // segment[0].shape[1]
     key, value = (x.double().repeat_interleave(share, 1) for x in segment)
-    scores = (query.double() @ key.transpose(2, 3) * scale).masked_fill(~sees[:, None], float("-inf"))
+    scores = (query.double() @ key.transpose(2, 3) * scale).masked_fill(
+        ~sees[:, None], float("-inf")
+    )
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().nan_to_num(0.0) @ value, lse
 
 
-def _rows(device: str, shape: tuple[int, int, int], dtype: torch.dtype, width: int, tiny: bool, fixed: bool) -> float:
+def _rows(
+    device: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    width: int,
+    tiny: bool,
+    fixed: bool,
+) -> float:
     """Three rows, two of them under one prefix, none a multiple of anything long."""
     heads, kv_heads, dim = shape
     own_n, prefix_n = (70, 90) if tiny else (1300, 9000)
@@ -136,16 +173,27 @@ def _off(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def _mass(device: str, dtype: torch.dtype, size: tuple[int, ...]) -> float:
     heads, kv_heads, text, visual, dim = size
-    query, key = (torch.randn(h, n, dim, device=device).to(dtype) for h, n in ((heads, text), (kv_heads, visual)))
-    scores = (query.double() @ key.double().repeat_interleave(heads // kv_heads, 0).transpose(1, 2)) * dim**-0.5
+    query, key = (
+        torch.randn(h, n, dim, device=device).to(dtype)
+        for h, n in ((heads, text), (kv_heads, visual))
+    )
+    scores = (
+        query.double() @ key.double().repeat_interleave(heads // kv_heads, 0).transpose(1, 2)
+    ) * dim**-0.5
     want = scores.softmax(-1).unflatten(0, (kv_heads, -1)).sum((1, 2)) / text
-    return _off(triton_attention_mass.attention_mass(query, key, scores.logsumexp(-1).float(), dim**-0.5), want)
+    return _off(
+        triton_attention_mass.attention_mass(query, key, scores.logsumexp(-1).float(), dim**-0.5),
+        want,
+    )
 
 
 def _chunk(device: str, dtype: torch.dtype, size: tuple[int, ...]) -> float:
     heads, kv_heads, text, past, dim = size
     query = torch.randn(1, heads, text, dim, device=device, dtype=dtype)
-    before, new = _segment(device, dtype, 1, kv_heads, past, dim), _segment(device, dtype, 1, kv_heads, text, dim)
+    before, new = (
+        _segment(device, dtype, 1, kv_heads, past, dim),
+        _segment(device, dtype, 1, kv_heads, text, dim),
+    )
     out, lse = attention.attend_chunk(query, [before], new, dim**-0.5)
     sees = torch.ones(1, text, past + text, dtype=torch.bool, device=device).tril(past)
     joined = tuple(torch.cat(pair, dim=2) for pair in zip(before, new, strict=True))
@@ -153,24 +201,34 @@ def _chunk(device: str, dtype: torch.dtype, size: tuple[int, ...]) -> float:
     return max(_off(out, want), _off(lse, whole))
 
 
-def _low_bit(device: str, dtype: torch.dtype, bits: int, size: tuple[int, int], own: bool = False) -> float:
+def _low_bit(
+    device: str, dtype: torch.dtype, bits: int, size: tuple[int, int], own: bool = False
+) -> float:
     """own: Triton's where PyTorch's would serve."""
     weight, x = (torch.randn(*s, device=device).to(dtype) for s in (size, (8, size[1])))
     levels, scale = levels_of(weight, bits)
     want = F.linear(x.double(), unpacked(levels, scale, bits).double())
     if own:
-        return _off(triton_low_bit.product(x, triton_low_bit.pack_plainly(levels, scale, bits)), want)
+        return _off(
+            triton_low_bit.product(x, triton_low_bit.pack_plainly(levels, scale, bits)), want
+        )
     return _off(low_bit_linear(x, pack(weight, bits), None), want)
 
 
 def _sparse(device: str, dtype: torch.dtype, size: tuple[int, int]) -> float:
     weight, x = (torch.randn(*s, device=device).to(dtype) for s in (size, (2, size[1])))
     want = F.linear((x * (x.abs() > 1)).double(), weight.double())
-    return _off(triton_sparse_linear.sparse_linear(x, triton_sparse_linear.by_channel(weight), None, 1.0), want)
+    return _off(
+        triton_sparse_linear.sparse_linear(x, triton_sparse_linear.by_channel(weight), None, 1.0),
+        want,
+    )
 
 
 def _gather(device: str) -> float:
-    cache, chosen = torch.randn(4, 900, 128, device=device), torch.randint(0, 900, (4, 300), device=device)
+    cache, chosen = (
+        torch.randn(4, 900, 128, device=device),
+        torch.randint(0, 900, (4, 300), device=device),
+    )
     want = cache.gather(1, chosen[..., None].expand(-1, -1, 128))
     return float((triton_gather.gather_entries(cache, chosen) != want).sum())
 
@@ -188,15 +246,19 @@ def _fixed(device: str, dtype: torch.dtype) -> float:
     return float((attend([0, 1], [700, 0])[0, :, 3] != attend([1, 0], [1500, 702])[1, :, 1]).sum())
 
 
-# ------------------------------------------------------------------------------------------------------------ tokens
+# ------------------------------------------------------------------------------------------- tokens
 
 
 def _against_generate(device: str, draft: Draft, tiny: bool) -> float:
     """Tokens of three ragged rows in float32 that are not `generate`'s."""
     model, tokens = small_llama(device, torch.float32), 4 if tiny else 48
     ids, mask = _prompts(device, 70 if tiny else 1200)
-    want = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
-    got = sparse_to_dense(model, draft, max_num_seqs=2).generate(ids, mask, max_new_tokens=tokens, do_sample=False)
+    want = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False
+    )
+    got = sparse_to_dense(model, draft, max_num_seqs=2).generate(
+        ids, mask, max_new_tokens=tokens, do_sample=False
+    )
     return float((got != want).sum())
 
 
@@ -211,7 +273,9 @@ def _strict(device: str) -> float:
     """Tokens that a draft changes in bfloat16, rows and width pinned."""
     model, (ids, mask) = small_llama(device, torch.bfloat16), _prompts(device, 1200)
     one, other = (
-        sparse_to_dense(model, draft, max_num_seqs=2, strict=8).generate(ids, mask, max_new_tokens=48, do_sample=False)
+        sparse_to_dense(model, draft, max_num_seqs=2, strict=8).generate(
+            ids, mask, max_new_tokens=48, do_sample=False
+        )
         for draft in (Draft("ngram", gamma=1), Draft("std", keep=0.2, gamma=5))
     )
     return float((one != other).sum())

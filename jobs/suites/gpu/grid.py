@@ -1,6 +1,7 @@
-"""Times of decode rounds on models of real shapes: dense steps, verifications, drafted rounds with 16-bit and with int4
-drafts, over contexts; each beside the bytes it has to read. Slots are filled by hand: what caches and weights hold does
-not change what a step costs, and what a draft would be accepted for is put in as a number."""
+"""Times of decode rounds on models of real shapes: dense steps, verifications, drafted rounds with
+16-bit and with int4 drafts, over contexts; each beside the bytes it has to read. Slots are filled
+by hand: what caches and weights hold does not change what a step costs, and what a draft would be
+accepted for is put in as a number."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ TINY = Size(2, (96,), (1,), 1, 1 << 20)
 
 
 def seconds(device: str, work: Callable[[], Any], repeats: int) -> float:
-    """The mean of `repeats` runs behind three that warm up: the first compiles, the second records, the third runs."""
+    """The mean of `repeats` runs behind three that warm up: the first compiles, the second records,
+    the third runs."""
     for _ in range(3 if device == "cuda" else 1):
         work()
     _wait(device)
@@ -78,7 +80,9 @@ def drafts(model: Model) -> dict[str, Model]:
 
 
 def fits(model: Model, size: Size, context: int, device: str) -> bool:
-    need = pool_bytes(entry_bytes(model), size.slots, context, context - TEXT, context - TEXT, WRITTEN, Draft(k=K))
+    need = pool_bytes(
+        entry_bytes(model), size.slots, context, context - TEXT, context - TEXT, WRITTEN, Draft(k=K)
+    )
     return device != "cuda" or need < 0.9 * torch.cuda.mem_get_info()[0]
 
 
@@ -126,7 +130,8 @@ def _round(captured: Captured | None, key: tuple[int, int], body: Callable[[], R
 def _figures(
     rounds: dict[int, float], verify: dict[int, float], dense: float, read: int, draft_read: int
 ) -> dict[str, Any]:
-    """Of one draft: its step, and the best γ at each chance of acceptance, measured and as bytes allow."""
+    """Of one draft: its step, and the best γ at each chance of acceptance, measured and as bytes
+    allow."""
     step = {gamma: (t - verify[gamma]) / gamma for gamma, t in rounds.items()}
     best = {}
     for a in ALPHA:
@@ -147,14 +152,18 @@ def tokens(a: float, gamma: int) -> float:
     return (1 - a ** (gamma + 1)) / (1 - a)
 
 
-# ------------------------------------------------------------------------------------------------------------- slots
+# -------------------------------------------------------------------------------------------- slots
 
 
 def filled(model: Model, count: int, context: int) -> Slots:
     """Rows at a context's end, each with a prefix of its own, a question and room for a caption."""
     slots = Slots.empty(model, count, torch.Generator(model.device))
     shared, kept = context - TEXT, min(K, context - TEXT)
-    for cache, entries in ((slots.prefix, shared), (slots.own, TEXT + WRITTEN), (slots.draft, kept + TEXT + WRITTEN)):
+    for cache, entries in (
+        (slots.prefix, shared),
+        (slots.own, TEXT + WRITTEN),
+        (slots.draft, kept + TEXT + WRITTEN),
+    ):
         _fill(cache, entries)
     slots.view = "kept"
     slots.reserve_history(context + WRITTEN)
@@ -186,21 +195,29 @@ def _fill(cache: Cache, entries: int) -> None:
         store.normal_()
 
 
-# ----------------------------------------------------------------------------------------------------------- shares
+# ------------------------------------------------------------------------------------------- shares
 
 
 @torch.inference_mode()
-def shares(model: Model, shape: Shape, size: Size, point: dict[str, Any], device: str) -> dict[str, Any]:
-    """Seconds of one request of a context, a caption of `WRITTEN` tokens, and what part decoding has in them; prefill
-    and vision tower are measured on a piece and stand for as many pieces as there are."""
+def shares(
+    model: Model, shape: Shape, size: Size, point: dict[str, Any], device: str
+) -> dict[str, Any]:
+    """Seconds of one request of a context, a caption of `WRITTEN` tokens, and what part decoding
+    has in them; prefill and vision tower are measured on a piece and stand for as many pieces as
+    there are."""
     context = point["context"]
-    prefill, vision = _prefill(model, context, device), _vision(model, shape, context - TEXT, device)
+    prefill, vision = (
+        _prefill(model, context, device),
+        _vision(model, shape, context - TEXT, device),
+    )
     dense = WRITTEN * point["dense_ms"] / 1e3 / size.slots
     found = {"context": context, "vision_s": vision, "prefill_s": prefill, "decode_dense_s": dense}
     found["decode_share"] = dense / (vision + prefill + dense)
     for name, figures in point["drafts"].items():
         faster = dense / figures["best"]["0.9"]["speed_up"]
-        found[f"speed_up_end_to_end_{name}"] = (vision + prefill + dense) / (vision + prefill + faster)
+        found[f"speed_up_end_to_end_{name}"] = (vision + prefill + dense) / (
+            vision + prefill + faster
+        )
     return found
 
 
@@ -212,7 +229,11 @@ def _prefill(model: Model, context: int, device: str) -> float:
     embeds = torch.randn(1, chunk, model.width * model.levels, device=device, dtype=model.dtype)
     at = (context - chunk) // 2
     places = torch.arange(at, at + chunk, device=device)[None, None]
-    return seconds(device, lambda: model.extend(embeds, places, ChunkStep(cache, 0, at)), 1) * context / chunk
+    return (
+        seconds(device, lambda: model.extend(embeds, places, ChunkStep(cache, 0, at)), 1)
+        * context
+        / chunk
+    )
 
 
 def _vision(model: Model, shape: Shape, visual: int, device: str) -> float:
@@ -221,7 +242,11 @@ def _vision(model: Model, shape: Shape, visual: int, device: str) -> float:
     patches = torch.randn(pairs * side**2, shape.patch_numbers, device=device, dtype=model.dtype)
     grid = torch.tensor([[pairs, side, side]], device=device)
     look = FAMILIES[model.hf.config.model_type].look
-    return seconds(device, lambda: list(look(model.hf, 2, patches, grid)), 1) * visual / (pairs * side**2 / 4)
+    return (
+        seconds(device, lambda: list(look(model.hf, 2, patches, grid)), 1)
+        * visual
+        / (pairs * side**2 / 4)
+    )
 
 
 def grid(
@@ -238,5 +263,8 @@ def grid(
             try:
                 point = measure(model, drafters, size, context, peak, device)
                 yield context, point | {"shares": shares(model, shape, size, point, device)}
-            except (RuntimeError, TritonError) as failure:  # out of memory, say: other contexts are still told
+            except (
+                RuntimeError,
+                TritonError,
+            ) as failure:  # out of memory, say: other contexts are still told
                 yield context, str(failure).splitlines()[0]

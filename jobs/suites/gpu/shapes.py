@@ -1,5 +1,5 @@
-"""Models of real shapes with random weights, made on the device they run on: for speed, which does not depend on what
-the numbers are."""
+"""Models of real shapes with random weights, made on the device they run on: for speed, which does
+not depend on what the numbers are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def _qwen3_vl(text: dict[str, Any], vision: dict[str, Any]) -> tuple[type[Any], 
     return Qwen3VLForConditionalGeneration, Qwen3VLConfig(text_config=text, vision_config=vision)
 
 
-def _text(hidden: int, inner: int, layers: int, heads: tuple[int, int], words: int, rope: dict[str, Any]) -> Any:
+def _text(
+    hidden: int, inner: int, layers: int, heads: tuple[int, int], words: int, rope: dict[str, Any]
+) -> Any:
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,

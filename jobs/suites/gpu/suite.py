@@ -1,12 +1,14 @@
-"""Correctness and speed on a GPU, in minutes, with no network: every kernel and captured round against what is right,
-then decode rounds of models of real shapes with random weights, each beside its byte bound.
+"""Correctness and speed on a GPU, in minutes, with no network: every kernel and captured round
+against what is right, then decode rounds of models of real shapes with random weights, each beside
+its byte bound.
 
     python jobs/benchmark.py --suite gpu                                        # 8 minutes at most
-    TRITON_INTERPRET=1 python jobs/benchmark.py --suite gpu --device cpu        # the same code at a tiny size
+    TRITON_INTERPRET=1 python jobs/benchmark.py --suite gpu --device cpu        # the same code at a
+    tiny size
 
-Takes torch, triton, transformers, jsonargparse, numpy and pyarrow, nothing else of ours. Speed-ups are over the dense
-loop at one token a step; a draft's acceptance is put in as a number, since random weights have none of their own.
-"""
+Takes torch, triton, transformers, jsonargparse, numpy and pyarrow, nothing else of ours. Speed-ups
+are over the dense loop at one token a step; a draft's acceptance is put in as a number, since
+random weights have none of their own."""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from std_core.kernels.flash_attention import path as prefill_kernel
 class Flags:
     """The suite's command line."""
 
-    device: Literal["cuda", "cpu"] = "cuda"  # cpu: a rehearsal at a tiny size, whose times mean nothing
+    device: Literal["cuda", "cpu"] = (
+        "cuda"  # cpu: a rehearsal at a tiny size, whose times mean nothing
+    )
     seconds: int = 460  # after which nothing new is begun
 
 
@@ -72,7 +76,9 @@ def _measured(flags: Flags, tiny: bool) -> dict[str, Any]:
             torch.cuda.empty_cache()
     return {
         "suite": "gpu",
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, in Triton's interpreter",
+        "device": torch.cuda.get_device_name()
+        if device == "cuda"
+        else "cpu, in Triton's interpreter",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "paths": {

@@ -1,4 +1,5 @@
-"""The cases of the suite `memory`: in each of them one term of a plan's memory is most of the whole."""
+"""The cases of the suite `memory`: in each of them one term of a plan's memory is most of the
+whole."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Case:
     @property
     def load(self) -> Load:
         visual = self.asked.visual(self.sizes)
-        load = Load(visual + self.asked.text, visual, self.asked.written, self.chunk, draws="greedy")
+        load = Load(
+            visual + self.asked.text, visual, self.asked.written, self.chunk, draws="greedy"
+        )
         return load if self.seed is None else replace(load, draws="seeded")
 
     def account(self, sizes: Sizes) -> Account:
@@ -49,7 +52,9 @@ class Case:
 
     def terms(self) -> dict[str, float]:
         pair = self.account(self.pair) if self.pair else None
-        return terms(self.account(self.sizes), self.load, self.slots, self.draft, pair, kind=self.device)
+        return terms(
+            self.account(self.sizes), self.load, self.slots, self.draft, pair, kind=self.device
+        )
 
 
 @dataclass
@@ -114,26 +119,82 @@ def cases(scale: int = 2) -> list[Case]:
     std = Draft("std", keep=0.5, gamma=5)
     found = [
         Case("weights", replace(wide, layers=6), Asked(4, 40, 4)),
-        Case("weights_tied", replace(wide, layers=4, words=8000 * scale, tied=True), Asked(4, 40, 4)),
+        Case(
+            "weights_tied", replace(wide, layers=4, words=8000 * scale, tied=True), Asked(4, 40, 4)
+        ),
         Case("kv", plain, video, slots=4 * scale),
-        Case("kv_text", replace(plain, family="llama"), Asked(0, 1000 * scale, 90 * scale), slots=4 * scale),
+        Case(
+            "kv_text",
+            replace(plain, family="llama"),
+            Asked(0, 1000 * scale, 90 * scale),
+            slots=4 * scale,
+        ),
         Case("draft_kv", plain, video, slots=4 * scale, draft=replace(std, keep=0.9)),
-        Case("draft_kv_text", replace(plain, family="llama"), Asked(0, 1500 * scale, 40), slots=4 * scale, draft=std),
+        Case(
+            "draft_kv_text",
+            replace(plain, family="llama"),
+            Asked(0, 1500 * scale, 40),
+            slots=4 * scale,
+            draft=std,
+        ),
         Case("int8", replace(wide, layers=6), Asked(4, 40, 4), draft=Draft("full", weights="int8")),
         Case("int4", replace(wide, layers=6), Asked(4, 40, 4), draft=Draft("full", weights="int4")),
         Case("teal", replace(wide, layers=6), Asked(4, 40, 4), draft=Draft("full", channels=0.5)),
-        Case("pair", plain, replace(video, frames=32), 2 * scale, Draft("specvlm", model=PAIR), pair=wide),
-        Case("prefill", Sizes(hidden=256, inner=4096 * scale, layers=1), Asked(64 * scale, 1000, 4), chunk=1024),
-        Case("mass", Sizes(layers=1, hidden=1024, heads=(16, 2)), Asked(128 * scale, 300, 4), draft=std, chunk=512),
-        Case("logits", Sizes(words=16000 * scale, layers=1), Asked(4, 40, 12), 4 * scale, Draft("full", gamma=10)),
         Case(
-            "sampled", Sizes(words=16000 * scale, layers=1), Asked(4, 40, 8), 4 * scale, Draft("full", gamma=5), seed=3
+            "pair",
+            plain,
+            replace(video, frames=32),
+            2 * scale,
+            Draft("specvlm", model=PAIR),
+            pair=wide,
         ),
-        Case("round", Sizes(inner=16384, layers=1), Asked(4, 40, 12), 12 * scale, Draft("full", gamma=10)),
-        Case("refresh", Sizes(layers=1, hidden=1024, heads=(16, 4)), video, 4 * scale, replace(std, refresh=1)),
+        Case(
+            "prefill",
+            Sizes(hidden=256, inner=4096 * scale, layers=1),
+            Asked(64 * scale, 1000, 4),
+            chunk=1024,
+        ),
+        Case(
+            "mass",
+            Sizes(layers=1, hidden=1024, heads=(16, 2)),
+            Asked(128 * scale, 300, 4),
+            draft=std,
+            chunk=512,
+        ),
+        Case(
+            "logits",
+            Sizes(words=16000 * scale, layers=1),
+            Asked(4, 40, 12),
+            4 * scale,
+            Draft("full", gamma=10),
+        ),
+        Case(
+            "sampled",
+            Sizes(words=16000 * scale, layers=1),
+            Asked(4, 40, 8),
+            4 * scale,
+            Draft("full", gamma=5),
+            seed=3,
+        ),
+        Case(
+            "round",
+            Sizes(inner=16384, layers=1),
+            Asked(4, 40, 12),
+            12 * scale,
+            Draft("full", gamma=10),
+        ),
+        Case(
+            "refresh",
+            Sizes(layers=1, hidden=1024, heads=(16, 4)),
+            video,
+            4 * scale,
+            replace(std, refresh=1),
+        ),
     ]
     for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision"):
-        sizes = Sizes(family, tower=(256, 1024, 3), hidden=128, heads=(2, 2), inner=256, layers=2, side=224)
+        sizes = Sizes(
+            family, tower=(256, 1024, 3), hidden=128, heads=(2, 2), inner=256, layers=2, side=224
+        )
         found.append(Case(f"vision_{family}", sizes, Asked(32 * scale, 64 + 32 * scale, 4)))
     halves = {"kv_text", "draft_kv_text", "weights"}
     return [*found, *(_half(case) for case in found if case.name not in halves)]

@@ -1,5 +1,5 @@
-"""How much memory something takes at its peak: what tensors hold, by the allocator's own account, and what the process
-has resident."""
+"""How much memory something takes at its peak: what tensors hold, by the allocator's own account,
+and what the process has resident."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def tensors_peak(work: Callable[[], None], device: str = "cpu") -> int:
-    """Bytes that the allocator has given out at the peak beyond what it had at the start, temporaries inside of
-    operations included. On a CPU the profiler notes every block that is given out or taken back."""
+    """Bytes that the allocator has given out at the peak beyond what it had at the start,
+    temporaries inside of operations included. On a CPU the profiler notes every block that is given
+    out or taken back."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -48,7 +49,8 @@ def _events(seen: profile) -> Iterator[Any]:
 
 
 def resident_peak(work: Callable[[], None]) -> int:
-    """The process's resident bytes at their peak while something is done; those from before are among them."""
+    """The process's resident bytes at their peak while something is done; those from before are
+    among them."""
     CLEAR.write_text("5")  # forgets the peak so far
     work()
     return _status("VmHWM")
@@ -62,7 +64,9 @@ def resident() -> int:
 def held_by(modules: Iterable[nn.Module]) -> int:
     """Bytes of parameters and buffers, each storage once."""
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def _status(name: str) -> int:

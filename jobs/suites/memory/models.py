@@ -1,4 +1,5 @@
-"""Models and requests of any size, of every kind of Video-LLM, without a checkpoint: for what they take of memory."""
+"""Models and requests of any size, of every kind of Video-LLM, without a checkpoint: for what they
+take of memory."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "llava_onevision": (LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration),
 }
-PATCH, MERGE, WORDS_KEPT = 14, 2, 8  # pixels; patches a side of a visual token; ids that stand for what is seen
+PATCH, MERGE, WORDS_KEPT = (
+    14,
+    2,
+    8,
+)  # pixels; patches a side of a visual token; ids that stand for what is seen
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked: `frames` temporal patches of a video, text behind it, and what may be written."""
+    """What is asked: `frames` temporal patches of a video, text behind it, and what may be
+    written."""
 
     frames: int
     text: int
@@ -83,7 +89,9 @@ def config_of(sizes: Sizes) -> Any:
     kind, _ = KINDS[sizes.family]
     if sizes.family == "llama":
         return kind(**text)
-    return kind(text_config=text, vision_config=_tower(sizes), **_places(), tie_word_embeddings=sizes.tied)
+    return kind(
+        text_config=text, vision_config=_tower(sizes), **_places(), tie_word_embeddings=sizes.tied
+    )
 
 
 def build(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Model:
@@ -103,7 +111,10 @@ def inputs_of(sizes: Sizes, asked: Asked, seed: int = 0) -> Inputs:
     visual, side = asked.visual(sizes), sizes.side // PATCH
     parts = [(4, 0), (visual, 2), (asked.text - 4, 0)]
     if sizes.family == "qwen3_vl":  # each frame has its time before it
-        parts = [*[(1, 0), (visual // asked.frames, 2)] * asked.frames, (asked.text - asked.frames, 0)]
+        parts = [
+            *[(1, 0), (visual // asked.frames, 2)] * asked.frames,
+            (asked.text - asked.frames, 0),
+        ]
     types = torch.cat([torch.full((count,), kind) for count, kind in parts])[None]
     words = torch.randint(WORDS_KEPT, sizes.words, types.shape, generator=rng)
     ids = torch.where(types == 2, 1, words)
@@ -113,24 +124,37 @@ def inputs_of(sizes: Sizes, asked: Asked, seed: int = 0) -> Inputs:
         frames = torch.randn(asked.frames, 3, sizes.side, sizes.side, generator=rng)
         return Inputs(ids, types, frames, torch.tensor([[asked.frames, sizes.side, sizes.side]]))
     patches = torch.randn(asked.frames * side**2, 3 * 2 * PATCH**2, generator=rng)
-    return Inputs(ids, types, patches, torch.tensor([[asked.frames, side, side]]), seconds=torch.tensor([1.0]))
+    return Inputs(
+        ids, types, patches, torch.tensor([[asked.frames, side, side]]), seconds=torch.tensor([1.0])
+    )
 
 
 def _axes(family: str) -> dict[str, Any]:
     if family in ("llama", "llava_onevision"):
         return {}
-    return {"mrope_section": [12, 10, 10]} | ({"mrope_interleaved": True} if family == "qwen3_vl" else {})
+    return {"mrope_section": [12, 10, 10]} | (
+        {"mrope_interleaved": True} if family == "qwen3_vl" else {}
+    )
 
 
 def _places() -> dict[str, int]:
-    return {"image_token_id": 0, "video_token_id": 1, "vision_start_token_id": 2, "vision_end_token_id": 3}
+    return {
+        "image_token_id": 0,
+        "video_token_id": 1,
+        "vision_start_token_id": 2,
+        "vision_end_token_id": 3,
+    }
 
 
 def _tower(sizes: Sizes) -> dict[str, Any]:
     width, inner, depth = sizes.tower
     common: dict[str, Any] = {"patch_size": PATCH, "num_heads": width // 32, "depth": depth}
     if sizes.family == "qwen2_vl":
-        return common | {"embed_dim": width, "hidden_size": sizes.hidden, "mlp_ratio": inner // width}
+        return common | {
+            "embed_dim": width,
+            "hidden_size": sizes.hidden,
+            "mlp_ratio": inner // width,
+        }
     common |= {"hidden_size": width, "intermediate_size": inner, "out_hidden_size": sizes.hidden}
     if sizes.family == "qwen2_5_vl":
         return common | {"window_size": 112, "fullatt_block_indexes": [depth - 1]}

@@ -1,10 +1,9 @@
-"""Whether a plan's terms are what an engine takes of memory: one model and load for each term, run with all slots full,
-each in a process of its own.
+"""Whether a plan's terms are what an engine takes of memory: one model and load for each term, run
+with all slots full, each in a process of its own.
 
-`peak` is what tensors held at most, weights among them, by the allocator's own account; `predicted` the plan's total,
-`ratio` of the two. `resident` is what the process had more than before the model was made; on a CPU that counts large
-pages whole, and what the C library keeps.
-"""
+`peak` is what tensors held at most, weights among them, by the allocator's own account; `predicted`
+the plan's total, `ratio` of the two. `resident` is what the process had more than before the model
+was made; on a CPU that counts large pages whole, and what the C library keeps."""
 
 from __future__ import annotations
 
@@ -49,12 +48,18 @@ def run(argv: list[str]) -> dict[str, Any]:
         with ProcessPoolExecutor(1, context) as alone:
             case = replace(known[name], device=flags.device)
             rows.append(alone.submit(measured, case, flags.threads).result())
-        console.log(" ".join(f"{key} {value}" for key, value in rows[-1].items() if not isinstance(value, dict)))
+        console.log(
+            " ".join(
+                f"{key} {value}" for key, value in rows[-1].items() if not isinstance(value, dict)
+            )
+        )
     console.print(table(rows))
     found = {"cases": rows, "seconds": round(time.monotonic() - began, 1)}
     wrong = [f"{row['case']} {row['ratio']}" for row in rows if abs(row["ratio"] - 1) > OFF]
     return found | (
-        {"failed": f"predicted over measured peak is off by over {OFF}: {', '.join(wrong)}"} if wrong else {}
+        {"failed": f"predicted over measured peak is off by over {OFF}: {', '.join(wrong)}"}
+        if wrong
+        else {}
     )
 
 

@@ -1,4 +1,5 @@
-"""An S3 server on this machine that counts what it hands out: moto's, over HTTP, in a process of its own."""
+"""An S3 server on this machine that counts what it hands out: moto's, over HTTP, in a process of
+its own."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 BUCKET = "videos"
-_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+_ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,8 @@ class Counts:
 
 @contextmanager
 def counting_s3() -> Iterator[Callable[[], Counts]]:
-    """Starts the server, points this process's environment at it, and makes the bucket; gives what tells the counts."""
+    """Starts the server, points this process's environment at it, and makes the bucket; gives what
+    tells the counts."""
     server = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE)
     before = dict(os.environ)
     try:

@@ -1,5 +1,6 @@
-"""A proxy in front of an S3 server that spoils a share of the calls: it answers 503, cuts the connection before or
-after the server has done what was asked, or breaks off in the middle of the reply. Seeded."""
+"""A proxy in front of an S3 server that spoils a share of the calls: it answers 503, cuts the
+connection before or after the server has done what was asked, or breaks off in the middle of the
+reply. Seeded."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 MISCHIEF = ("busy", "cut before", "cut after", "cut in the middle")
-SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+SLOW_DOWN = (
+    b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+)
 
 
 @contextmanager
@@ -30,7 +33,11 @@ def bad_network(endpoint: str, share: float, seed: int) -> Iterator[tuple[str, C
             done[chosen or "passed"] += 1
             return chosen
 
-    handler = type("Handler", (_Handler,), {"server_address": urlsplit(endpoint).netloc, "fate": staticmethod(fate)})
+    handler = type(
+        "Handler",
+        (_Handler,),
+        {"server_address": urlsplit(endpoint).netloc, "fate": staticmethod(fate)},
+    )
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -66,7 +73,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._cut()
             return
         server = HTTPConnection(self.server_address)
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("connection", "expect")}
+        headers = {
+            k: v for k, v in self.headers.items() if k.lower() not in ("connection", "expect")
+        }
         server.request(self.command, self.path, body, headers)
         reply = server.getresponse()
         content = reply.read()
@@ -74,15 +83,24 @@ class _Handler(BaseHTTPRequestHandler):
         if fate == "cut after":
             self._cut()
             return
-        self._reply(reply.status, reply.reason, _headers(reply), content, half=fate == "cut in the middle")
+        self._reply(
+            reply.status, reply.reason, _headers(reply), content, half=fate == "cut in the middle"
+        )
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass
 
     def _reply(
-        self, status: int, reason: str, headers: list[tuple[str, str]], content: bytes, half: bool = False
+        self,
+        status: int,
+        reason: str,
+        headers: list[tuple[str, str]],
+        content: bytes,
+        half: bool = False,
     ) -> None:
         self.send_response_only(status, reason)
-        lengths = [value for name, value in headers if name == "Content-Length" and self.command == "HEAD"]
+        lengths = [
+            value for name, value in headers if name == "Content-Length" and self.command == "HEAD"
+        ]
         for name, value in headers:
             if name != "Content-Length":
                 self.send_header(name, value)
@@ -105,7 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
 def _headers(reply: HTTPResponse) -> list[tuple[str, str]]:
     """What is the server's word to the client and not to the next hop."""
     dropped = ("connection", "transfer-encoding", "date", "server")
-    return [(_title(name), value) for name, value in reply.getheaders() if name.lower() not in dropped]
+    return [
+        (_title(name), value) for name, value in reply.getheaders() if name.lower() not in dropped
+    ]
 
 
 def _title(name: str) -> str:

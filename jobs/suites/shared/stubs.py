@@ -1,5 +1,6 @@
-"""What stands for the engine, the decoder and the plan where the driver itself is looked at: work that takes a given
-time and computes nothing. An engine does what a prompt says: `kill` ends its process, `hang` stops it for good."""
+"""What stands for the engine, the decoder and the plan where the driver itself is looked at: work
+that takes a given time and computes nothing. An engine does what a prompt says: `kill` ends its
+process, `hang` stops it for good."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ IDLE = 0.005  # s between two looks for a request
 
 @dataclass
 class StubEngine:
-    """Answers the oldest request in its slots every `seconds`; `memory` is how many requests fit in it, `begun` a file
-    that is made when the first comes."""
+    """Answers the oldest request in its slots every `seconds`; `memory` is how many requests fit in
+    it, `begun` a file that is made when the first comes."""
 
     max_num_seqs: int
     seconds: float
@@ -33,7 +34,9 @@ class StubEngine:
     begun: str = ""
     counters: Counters = field(default_factory=Counters)
 
-    def run(self, requests: Iterable[Request | Pace | None], draft: Draft | None, mode: Mode) -> Iterator[Result]:
+    def run(
+        self, requests: Iterable[Request | Pace | None], draft: Draft | None, mode: Mode
+    ) -> Iterator[Result]:
         """A text that names the request, γ × slots, and the process."""
         rows: deque[Request] = deque()
         for request in requests:
@@ -82,7 +85,9 @@ def load_stub(
     return StubEngine(max_num_seqs, seconds, memory, begun)
 
 
-def decode_stub(uri: str, info: VideoInfo, plan: FramePlan, limits: Limits, seconds: float = 0.0) -> Frames:
+def decode_stub(
+    uri: str, info: VideoInfo, plan: FramePlan, limits: Limits, seconds: float = 0.0
+) -> Frames:
     """As `pipeline.video.frames.decode`: black frames after a while."""
     time.sleep(seconds)
     pixels = np.zeros((len(plan.times), plan.height, plan.width, 3), np.uint8)
@@ -95,7 +100,11 @@ def write_stub(path: Path, frames: int = 8) -> None:
         stream = container.add_stream("mpeg4", rate=frames)
         stream.width = stream.height = 64
         for _ in range(frames):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((64, 64, 3), 128, np.uint8), "rgb24")))
+            container.mux(
+                stream.encode(
+                    av.VideoFrame.from_ndarray(np.full((64, 64, 3), 128, np.uint8), "rgb24")
+                )
+            )
         container.mux(stream.encode())
 
 
@@ -104,7 +113,13 @@ def planned(number: int, prompt: str = "?", video: str = "", frames: int = 4) ->
     uri = video or f"/stub/{number}.mp4"
     info = VideoInfo(uri, 1, "1", "mp4", "h264", 1.0, 0.0, frames, True, 8.0, 56, 56, 0)
     times = tuple(i / 8 for i in range(frames))
-    return Planned(f"{number:032x}", Item(uri, prompt), info, FramePlan(times, 56, 56, 8.0, 4 * frames), 4 * frames + 8)
+    return Planned(
+        f"{number:032x}",
+        Item(uri, prompt),
+        info,
+        FramePlan(times, 56, 56, 8.0, 4 * frames),
+        4 * frames + 8,
+    )
 
 
 class Listed:
@@ -112,7 +127,9 @@ class Listed:
 
     def __init__(self, requests: Iterable[Planned], max_num_seqs: int, size: int = 64):
         every = list(requests)
-        self.waves = deque(Wave(tuple(every[i : i + size]), max_num_seqs) for i in range(0, len(every), size))
+        self.waves = deque(
+            Wave(tuple(every[i : i + size]), max_num_seqs) for i in range(0, len(every), size)
+        )
 
         self.answered: list[tuple[Wave, list[Result]]] = []
 
@@ -134,4 +151,6 @@ class Listed:
 
     def shrink(self, slots: int) -> None:
         """Of all that are left."""
-        self.waves = deque(replace(wave, max_num_seqs=min(slots, wave.max_num_seqs)) for wave in self.waves)
+        self.waves = deque(
+            replace(wave, max_num_seqs=min(slots, wave.max_num_seqs)) for wave in self.waves
+        )

@@ -1,8 +1,8 @@
-"""Tiny untrained models of every family, with processors and tokenizers that are the real ones: for tests and for the
-benchmark suites that ask whether drafting changes a token.
+"""Tiny untrained models of every family, with processors and tokenizers that are the real ones: for
+tests and for the benchmark suites that ask whether drafting changes a token.
 
-Their weights are drawn so that they don't say one token for ever, and that a draft that sees less is at times wrong.
-"""
+Their weights are drawn so that they don't say one token for ever, and that a draft that sees less
+is at times wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def build(family: str, folder: Path, seed: int = 5) -> Path:
-    """Writes weights, tokenizer and processors of one of `FAMILIES` into `folder`, and returns it."""
+    """Writes weights, tokenizer and processors of one of `FAMILIES` into `folder`, and returns
+    it."""
     words = demo_model.tokenizer()
     torch.manual_seed(seed)
     model, processor = _BUILDERS[family](words)
@@ -98,7 +99,9 @@ def _qwen2_5_vl(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
         "initializer_range": 0.1,
     }
     text = {**_text(words), "rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_places(words), tie_word_embeddings=False)
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, **_places(words), tie_word_embeddings=False
+    )
     qwen2 = demo_model.processor(words)
     processor = Qwen2_5_VLProcessor(
         qwen2.image_processor, words, qwen2.video_processor, chat_template=demo_model.TEMPLATE
@@ -126,7 +129,10 @@ def _qwen3_vl(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
         tie_word_embeddings=False,
     )
     common: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 14}
-    size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 112 * 112}  # of a whole video, all frames together
+    size = {
+        "shortest_edge": 4 * 28 * 28,
+        "longest_edge": 64 * 112 * 112,
+    }  # of a whole video, all frames together
     processor = Qwen3VLProcessor(
         Qwen2VLImageProcessor(**common, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}),
         words,
@@ -178,8 +184,16 @@ def _llava_onevision(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
 
 def _places(words: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Ids of the tokens that stand for, before and behind what is looked at."""
-    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-    return {f"{name}_token_id": words.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
+    names = {
+        "image": "image_pad",
+        "video": "video_pad",
+        "vision_start": "vision_start",
+        "vision_end": "vision_end",
+    }
+    return {
+        f"{name}_token_id": words.convert_tokens_to_ids(f"<|{token}|>")
+        for name, token in names.items()
+    }
 
 
 _BUILDERS: dict[str, Callable[[PreTrainedTokenizerFast], tuple[Any, Any]]] = {

@@ -1,10 +1,12 @@
-"""Matrix products of Triton's interpreter, as the GPU kernels' tests and the rehearsal of the suite `gpu` need them.
+"""Matrix products of Triton's interpreter, as the GPU kernels' tests and the rehearsal of the suite
+`gpu` need them.
 
 The interpreter computes `tl.dot` with `numpy.matmul`. Two of its properties differ from a GPU's:
 
 - it keeps bfloat16 as untyped 16-bit integers and multiplies these as integers (Triton 3.8);
-- it calls the BLAS library, whose kernels sum a row of the product in an order that may depend on the row's index in
-  the tile (OpenBLAS on Haswell and Zen cores does this). A tensor core sums every row of a tile in the same order.
+- it calls the BLAS library, whose kernels sum a row of the product in an order that may depend on
+  the row's index in the tile (OpenBLAS on Haswell and Zen cores does this). A tensor core sums
+  every row of a tile in the same order.
 """
 
 from __future__ import annotations

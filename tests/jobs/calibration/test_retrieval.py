@@ -11,7 +11,9 @@ from jobs.suites.acceptance.subjects import engine_of
 from std_core.types import Draft
 
 
-def test_the_demo_model_finds_scenes_with_most_of_a_clip_and_not_with_its_end(tmp_path: Path) -> None:
+def test_the_demo_model_finds_scenes_with_most_of_a_clip_and_not_with_its_end(
+    tmp_path: Path,
+) -> None:
     engine = engine_of("demo", tmp_path, 1)
     most, end = Draft("std", keep=0.8, gamma=3), Draft("window", keep=0.02, gamma=3)
     found = retrieval.measured(engine, [most, end], 384)
@@ -35,7 +37,9 @@ def test_keys_are_told_once_each_somewhere_in_the_prose_and_asked_for_behind_it(
     assert all(0 <= r.sparse <= r.asked for r in one.values())
 
 
-def test_a_calibration_tries_the_drafts_that_may_stand_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_tries_the_drafts_that_may_stand_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(measure.GIGABYTES, "cpu", 0.02)
     grid = measure.Grid([300], [1], measure.presets("std,ngram"), 3, 1, retrieval=True)
     std, ngram = measure.measure("llama", "cpu", "float32", grid, 1).drafts

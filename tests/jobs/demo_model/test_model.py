@@ -29,9 +29,13 @@ def test_drafted_dense_and_hugging_faces_own_tokens_are_the_same(tmp_path: Path)
         path = tmp_path / f"{seed}.mp4"
         path.write_bytes(world.write_clip(900_000 + seed, 1 + seed % 8)[1])
         info = probe(str(path))
-        frames = decode(str(path), info, plan_frames(info, FrameOptions(), engine.checkpoint.geometry))
+        frames = decode(
+            str(path), info, plan_frames(info, FrameOptions(), engine.checkpoint.geometry)
+        )
         pixels = torch.from_numpy(frames.pixels)
-        requests.append(Request(path.name, world.CAPTION_PROMPTS[0], pixels, sampling=Sampling(256)))
+        requests.append(
+            Request(path.name, world.CAPTION_PROMPTS[0], pixels, sampling=Sampling(256))
+        )
     inputs = engine.checkpoint.inputs
     own = {r.request_id: reference.generate(engine.model, inputs(r), r.sampling) for r in requests}
     for draft in (Draft("std"), Draft("random"), None):
@@ -41,7 +45,8 @@ def test_drafted_dense_and_hugging_faces_own_tokens_are_the_same(tmp_path: Path)
 
 
 def test_the_quality_suite_at_a_small_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its figures at 200 clips are in the README; here it must run and be far from chance (a clause: 1 in 300)."""
+    """Its figures at 200 clips are in the README; here it must run and be far from chance (a
+    clause: 1 in 300)."""
     assert benchmark.main(["--suite", "demo_quality", "--seed", "5", "--clips", "6"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["clips"] == 6
@@ -50,11 +55,24 @@ def test_the_quality_suite_at_a_small_size(capsys: pytest.CaptureFixture[str]) -
     assert set(figures["by_scenes"]) <= {str(n) for n in range(1, 9)}
 
 
-def test_the_small_model_has_the_same_tokens_and_says_most_of_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_small_model_has_the_same_tokens_and_says_most_of_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     small = MODEL.with_name("demo_small")
     assert (small / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
     assert Engine.load(str(small)).model.hf.num_parameters() <= 800_000
-    argv = ["--suite", "demo_quality", "--seed", "5", "--clips", "4", "--model", "demo_small", "--mode", "dense"]
+    argv = [
+        "--suite",
+        "demo_quality",
+        "--seed",
+        "5",
+        "--clips",
+        "4",
+        "--model",
+        "demo_small",
+        "--mode",
+        "dense",
+    ]
     assert benchmark.main(argv) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["caption_clause_accuracy"] > 0.75
 

@@ -47,7 +47,8 @@ def test_the_training_tower_is_the_models_own(model, words) -> None:
 
 @torch.no_grad()
 def test_a_conversation_sees_the_video_and_itself_alone(model, words) -> None:
-    """The logits of a packed conversation are those of the model's own forward on that conversation alone."""
+    """The logits of a packed conversation are those of the model's own forward on that conversation
+    alone."""
     batch = batches.draw_batch(random.Random(4), words, batches.Difficulty(2), 400)
     logits, target = say(model, batch)
     asked = batch.target[0] != -100
@@ -59,15 +60,22 @@ def test_a_conversation_sees_the_video_and_itself_alone(model, words) -> None:
     turns = ids[len(head) :]
     caption = world.CLAUSE.findall(words.decode(turns[: int(ends[1]) if len(ends) > 1 else None]))
     assert len(caption) == batch.grid[0] // 2
-    # the caption is the first conversation: nothing before it but the video, so the prompt alone gives the same
+    # the caption is the first conversation: nothing before it but the video, so the prompt alone
+    # gives the same
     length = (
-        len(head) + int((batch.unit[0] < len(caption)).logical_and(batch.unit[0] >= 0).nonzero()[-1]) + 1 - len(head)
+        len(head)
+        + int((batch.unit[0] < len(caption)).logical_and(batch.unit[0] >= 0).nonzero()[-1])
+        + 1
+        - len(head)
     )
     alone = ids[None, :length]
     types = torch.where(alone == model.config.video_token_id, 2, 0)
     frames = batch.patches[: batch.grid[0]].flatten(0, 1)
     own = model(
-        input_ids=alone, pixel_values_videos=frames, video_grid_thw=torch.tensor([batch.grid]), mm_token_type_ids=types
+        input_ids=alone,
+        pixel_values_videos=frames,
+        video_grid_thw=torch.tensor([batch.grid]),
+        mm_token_type_ids=types,
     ).logits[0]
     places = asked[:length].nonzero()[:, 0]
     torch.testing.assert_close(logits[: len(places)], own[places], rtol=1e-3, atol=1e-4)
@@ -128,15 +136,21 @@ def test_the_curriculum_ends_with_long_clips_and_never_speeds_up() -> None:
 def test_pixels_are_cut_as_the_processor_cuts_them(words) -> None:
     process = processor(words)
     frames = torch.randint(0, 256, (4, 3, 84, 112), dtype=torch.uint8)
-    fed = process.video_processor([frames], do_resize=False, do_sample_frames=False, return_tensors="pt")
+    fed = process.video_processor(
+        [frames], do_resize=False, do_sample_frames=False, return_tensors="pt"
+    )
     ours = batches._patches((frames.float() - batches.MEAN) / batches.STD, 3, 4)
     torch.testing.assert_close(ours.flatten(0, 1), fed["pixel_values_videos"], rtol=1e-5, atol=1e-5)
 
 
-def test_training_is_seeded_and_lowers_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_is_seeded_and_lowers_the_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     losses = []
     for run in ("a", "b"):
-        trainer.train(tmp_path / run, steps=6, tokens=300, exam_every=3, exam_clips=4, threads=1, warmup=2)
+        trainer.train(
+            tmp_path / run, steps=6, tokens=300, exam_every=3, exam_clips=4, threads=1, warmup=2
+        )
         log = [line for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
         losses.append([line.split('"minutes"')[0] for line in log])
     assert losses[0] == losses[1] and len(losses[0]) == 2
@@ -147,7 +161,9 @@ def test_training_is_seeded_and_lowers_the_loss(tmp_path: Path, capsys: pytest.C
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_a_long_stage_and_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str], words, model) -> None:
+def test_a_long_stage_and_a_teacher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words, model
+) -> None:
     trainer.save(model, words, tmp_path / "teacher")
     stage = next(n for n, stage in enumerate(trainer.STAGES) if stage.level.visual)
     trainer.train(
@@ -162,7 +178,9 @@ def test_a_long_stage_and_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixtur
         teacher=tmp_path / "teacher",
         stage=stage,
     )
-    (line,) = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    (line,) = [
+        json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")
+    ]
     assert {"clauses", "answers", "long_clauses", "long_answers"} <= set(line)
 
 
@@ -192,12 +210,17 @@ def test_what_the_probes_are_asked_is_true(model, words, monkeypatch: pytest.Mon
     """A batch's scenes and looks against the stories it was drawn from."""
     stories = []
     draw = world.draw_scenes
-    monkeypatch.setattr(world, "draw_scenes", lambda rng, count: stories.append(draw(rng, count)) or stories[-1])
+    monkeypatch.setattr(
+        world, "draw_scenes", lambda rng, count: stories.append(draw(rng, count)) or stories[-1]
+    )
     batch = batches.draw_long_batch(random.Random(8), words, 4, (2, 2), 200, 900)
     for clip, story in enumerate(stories):
         for moment, scene in enumerate(batch.scene[clip].tolist()):
             kind, colour = batch.looks[clip, moment].tolist()
-            assert (list(world.KINDS)[kind], list(world.COLOURS)[colour]) == (story[scene].kind, story[scene].colour)
+            assert (list(world.KINDS)[kind], list(world.COLOURS)[colour]) == (
+                story[scene].kind,
+                story[scene].colour,
+            )
     out = Probes(model.config.text_config.hidden_size)(model, batch)
     assert out.number.shape == (*batch.scene.shape, world.MAX_SCENES)
     assert all(loss > 0 for loss in out.losses.values())

@@ -24,7 +24,10 @@ def test_neighbours_can_be_told_apart_and_every_word_is_the_worlds(count: int, s
 
 
 def test_a_clause_is_right_only_with_its_place_and_all_attributes() -> None:
-    a, b = world.Scene("small", "red", "ring", "moves up"), world.Scene("large", "blue", "cross", "stays still")
+    a, b = (
+        world.Scene("small", "red", "ring", "moves up"),
+        world.Scene("large", "blue", "cross", "stays still"),
+    )
     right = world.caption((a, b))
     assert world.right_clauses((a, b), right) == (2, 2)
     assert world.right_clauses((b, a), right) == (0, 2)
@@ -38,7 +41,18 @@ def test_a_clause_is_right_only_with_its_place_and_all_attributes() -> None:
 def test_kinds_look_different(kind: str) -> None:
     def shape(of: str) -> torch.Tensor:
         scene, one = [world.Scene("large", "white", of, "stays still")], torch.tensor([1])
-        return world.paint(scene, one, torch.tensor([0.5]), torch.tensor([[0.5, 0.5]]), torch.zeros(1, 3), 84, 84) > 127
+        return (
+            world.paint(
+                scene,
+                one,
+                torch.tensor([0.5]),
+                torch.tensor([[0.5, 0.5]]),
+                torch.zeros(1, 3),
+                84,
+                84,
+            )
+            > 127
+        )
 
     for other in set(world.KINDS) - {kind}:
         assert (shape(kind) != shape(other)).float().mean() > 0.02
@@ -86,7 +100,9 @@ def test_a_long_clips_scenes_are_the_short_ones_again_and_again() -> None:
 
     def shown(data: bytes) -> np.ndarray:
         with av.open(io.BytesIO(data)) as container:
-            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(int)
+            return np.stack(
+                [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+            ).astype(int)
 
     once, often = shown(short), shown(long)
     assert len(often) == 5 * len(once) == 5 * 2 * world.SCENE_SECONDS * 2
@@ -100,7 +116,9 @@ def test_a_long_clips_scenes_are_the_short_ones_again_and_again() -> None:
 def test_a_slate_tells_every_scene_by_number_in_the_file(size: tuple[int, int]) -> None:
     _, data = world.write_clip(3, world.MAX_SCENES, size, 2)
     with av.open(io.BytesIO(data)) as container:
-        frames = [frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)]
+        frames = [
+            frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)
+        ]
     inks = np.array([world.COLOURS[name] for name in world.SLATE])
     stripe = size[0] * world.SLATE_HEIGHT / 2
     read = []
@@ -108,4 +126,6 @@ def test_a_slate_tells_every_scene_by_number_in_the_file(size: tuple[int, int]) 
         middles = np.stack([frame[round(stripe * (k + 0.5))].mean(0) for k in (0, 1)])
         high, low = np.abs(middles[:, None] - inks).sum(-1).argmin(1)
         read.append(4 * high + low + 1)
-    assert read == [k for k in range(1, world.MAX_SCENES + 1) for _ in range(len(frames) // world.MAX_SCENES)]
+    assert read == [
+        k for k in range(1, world.MAX_SCENES + 1) for _ in range(len(frames) // world.MAX_SCENES)
+    ]

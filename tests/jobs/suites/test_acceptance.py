@@ -20,7 +20,17 @@ from std_core.model.drafters import projections
 from std_core.types import Draft
 
 SELECTING = ("std", "snapkv", "specvlm", "random", "window")
-DRAFTS = {*SELECTING, "specvlm_stage1", "refresh_1", "refresh_2", "layerskip", "teal", "composition", "int8", "int4"}
+DRAFTS = {
+    *SELECTING,
+    "specvlm_stage1",
+    "refresh_1",
+    "refresh_2",
+    "layerskip",
+    "teal",
+    "composition",
+    "int8",
+    "int4",
+}
 Rows = dict[tuple[str, float, int], dict[str, Any]]
 
 
@@ -63,9 +73,13 @@ def test_budgets_are_equal_and_fall_with_what_is_kept(rows: Rows) -> None:
 
 def test_cheaper_drafts_read_less(rows: Rows) -> None:
     whole, skipped = rows["std", 1.0, 5], rows["layerskip", 1.0, 5]
-    weights = {name: rows[name, 1.0, 5]["weight_bytes"] for name in ("int4", "int8", "teal", "layerskip")}
+    weights = {
+        name: rows[name, 1.0, 5]["weight_bytes"] for name in ("int4", "int8", "teal", "layerskip")
+    }
     assert 0 < weights["int4"] < weights["int8"] < weights["teal"] < whole["weight_bytes"]
-    assert weights["layerskip"] < whole["weight_bytes"] and skipped["kv_entries"] < whole["kv_entries"]
+    assert (
+        weights["layerskip"] < whole["weight_bytes"] and skipped["kv_entries"] < whole["kv_entries"]
+    )
     assert rows["composition", 0.3, 5]["weight_bytes"] == weights["teal"]
     assert (rows["ngram", 0.0, 5]["weight_bytes"], rows["ngram", 0.0, 5]["kv_entries"]) == (0, 0)
 
@@ -107,11 +121,17 @@ def test_perplexity_is_that_of_the_plain_model(prose: tuple[Engine, subjects.Sub
     engine.model.attach()
     expected = float(torch.stack(losses).mean().exp())
     assert measures.perplexity(engine, asked, Draft("full")) == pytest.approx(expected, rel=1e-3)
-    assert measures.perplexity(engine, asked, Draft("std", keep=1.0)) == pytest.approx(expected, rel=1e-3)
-    assert measures.perplexity(engine, asked, Draft("window", keep=0.1)) != pytest.approx(expected, rel=1e-3)
+    assert measures.perplexity(engine, asked, Draft("std", keep=1.0)) == pytest.approx(
+        expected, rel=1e-3
+    )
+    assert measures.perplexity(engine, asked, Draft("window", keep=0.1)) != pytest.approx(
+        expected, rel=1e-3
+    )
 
 
-def test_sequences_that_share_no_channel_read_what_each_reads(prose: tuple[Engine, subjects.Subject]) -> None:
+def test_sequences_that_share_no_channel_read_what_each_reads(
+    prose: tuple[Engine, subjects.Subject],
+) -> None:
     engine, _ = prose
     seen = {}
     for name, linear in projections(engine.model.decoder):
@@ -129,7 +149,10 @@ def test_the_job_prints_a_table_and_ends_with_json(
     words = ["--context", "200", "--prompts", "1", "--tokens", "4", "--threads", "1"]
     assert benchmark.main(["--suite", "acceptance", "--model", "llama", *words]) == 0
     said = capsys.readouterr()
-    assert [row["draft"] for row in json.loads(said.out.splitlines()[-1])["rows"]] == ["std", "teal"]
+    assert [row["draft"] for row in json.loads(said.out.splitlines()[-1])["rows"]] == [
+        "std",
+        "teal",
+    ]
     assert "acceptance of llama" in said.err and "kv_entries" in said.err
 
 

@@ -8,7 +8,8 @@ SMALL = [
     "--requests=200",
     "--clips=10",
     "--max-tokens=8",
-    "--driver-kills=2",  # each is a start more of Ray and PyTorch; the second one hits a run that resumes
+    # each is a start more of Ray and PyTorch; the second one hits a run that resumes
+    "--driver-kills=2",
     "--engine-kills=3",
     "--decoder-kills=4",
     "--seed=1",
@@ -16,7 +17,9 @@ SMALL = [
 ]
 
 
-def row(number: int, text: str = "a", status: str = "success", code: str | None = None) -> dict[str, Any]:
+def row(
+    number: int, text: str = "a", status: str = "success", code: str | None = None
+) -> dict[str, Any]:
     return {"request_id": str(number), "text": text, "status": status, "error_code": code}
 
 
@@ -31,7 +34,9 @@ def test_the_suite_counts_what_went_wrong() -> None:
         row(9, "", "error", "not_found"),
     ]
     found = chaos.compare(peace, storm)
-    assert {k: found[k] for k in ("requests", "lost", "duplicated", "changed", "wrongly_blamed")} == {
+    assert {
+        k: found[k] for k in ("requests", "lost", "duplicated", "changed", "wrongly_blamed")
+    } == {
         "requests": 6,
         "lost": 1,
         "duplicated": 1,
@@ -43,7 +48,9 @@ def test_the_suite_counts_what_went_wrong() -> None:
 
 def test_nothing_is_lost_doubled_changed_or_wrongly_blamed(capfd: Any) -> None:
     found = chaos.run(SMALL)
-    assert {k: found[k] for k in ("requests", "lost", "duplicated", "changed", "wrongly_blamed")} == {
+    assert {
+        k: found[k] for k in ("requests", "lost", "duplicated", "changed", "wrongly_blamed")
+    } == {
         "requests": 200,
         "lost": 0,
         "duplicated": 0,

@@ -36,26 +36,38 @@ def figures() -> dict:
 
 def test_every_draft_writes_what_the_dense_loops_write(figures: dict) -> None:
     assert {(row["batch"], row["policy"]) for row in figures["rows"]} == {
-        (batch, name) for batch in (1, 2) for name in ("std_1024", "std_512", "std_512_int8", "ngram", "refresh_1024")
+        (batch, name)
+        for batch in (1, 2)
+        for name in ("std_1024", "std_512", "std_512_int8", "ngram", "refresh_1024")
     }
     for row in figures["rows"]:
         assert row["identical"] == row["rows"] == row["batch"]
         assert row["diverged"] == 0 or "cpp" not in figures["dense_attention"]
         assert row["dense_ms"] > 0 and row["verify_ms"] > 0 and row["verify_t8_ms"] > 0
-        assert row["speedup_low"] <= row["speedup"] and row["vs_hf_generate"] > 0 and row["speedup_end_to_end"] > 0
+        assert (
+            row["speedup_low"] <= row["speedup"]
+            and row["vs_hf_generate"] > 0
+            and row["speedup_end_to_end"] > 0
+        )
         assert (row["draft_ms"] > 0) == (row["draft_bytes"] > 0) or row["policy"] == "ngram"
         assert row["bound"] is None, "no bound is stated where a step reads less than caches hold"
-        assert row["vs_hf_lookup"] is None, "Hugging Face's prompt lookup drafts placeholders of videos and fails"
+        assert row["vs_hf_lookup"] is None, (
+            "Hugging Face's prompt lookup drafts placeholders of videos and fails"
+        )
 
 
 def test_a_draft_that_sees_everything_is_accepted_whole(figures: dict) -> None:
-    whole = [row for row in figures["rows"] if row["policy"] == "std_1024"]  # K is more than there is
+    whole = [
+        row for row in figures["rows"] if row["policy"] == "std_1024"
+    ]  # K is more than there is
     assert all(row["accepted_per_round"] == pytest.approx(row["gamma"], abs=0.4) for row in whole)
 
 
 def test_questions_on_shared_videos_are_answered_alike(figures: dict) -> None:
     asked = figures["questions"]
-    assert asked["questions"] == 16 and asked["same_answers"] >= 15  # bfloat16: two near logits may change places
+    assert (
+        asked["questions"] == 16 and asked["same_answers"] >= 15
+    )  # bfloat16: two near logits may change places
 
 
 def test_a_ratio_is_of_pairs_and_its_bound_below_it() -> None:
@@ -66,16 +78,26 @@ def test_a_ratio_is_of_pairs_and_its_bound_below_it() -> None:
 
 def test_random_weights_of_a_real_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        suite.decode_shapes.SHAPES, "small_shape", (suite.decode_shapes.Qwen3Config, (64, 96, 2, 4, 2, 128))
+        suite.decode_shapes.SHAPES,
+        "small_shape",
+        (suite.decode_shapes.Qwen3Config, (64, 96, 2, 4, 2, 128)),
     )
     monkeypatch.setattr(suite, "read_bandwidth", lambda: 1.0)
     words = "--model small_shape --batches 1,2 --contexts 100 --tokens 40 --pairs 2 --threads 1"
     found = suite.run(words.split())
-    assert found["random_weights"] and found["questions"] is None and torch.get_default_dtype() == torch.float32
+    assert (
+        found["random_weights"]
+        and found["questions"] is None
+        and torch.get_default_dtype() == torch.float32
+    )
     for row in found["rows"]:
-        assert row["identical"] == row["rows"] and (row["vs_hf_lookup"] is None) == (row["batch"] > 1)
+        assert row["identical"] == row["rows"] and (row["vs_hf_lookup"] is None) == (
+            row["batch"] > 1
+        )
     without = suite.run([*words.replace("1,2", "1").split(), "--hugging-face", "false"])
-    assert all(row["hf_prefill_ms"] is None and "vs_hf_generate" not in row for row in without["rows"])
+    assert all(
+        row["hf_prefill_ms"] is None and "vs_hf_generate" not in row for row in without["rows"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The quality suite's long clips; what it says of the shipped model at full size is in the README."""
+"""The quality suite's long clips; what it says of the shipped model at full size is in the
+README."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from std_core.model.checkpoint import Checkpoint
 
 
 @pytest.mark.parametrize("visual", [4096, 16384])
-def test_a_long_clip_has_about_the_tokens_asked_for(visual: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_clip_has_about_the_tokens_asked_for(
+    visual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within half of what one more turn of each of 12 scenes would add; without drawing a frame."""
     geometry = Checkpoint.load(str(ROOT / "conf" / "model" / "demo")).geometry
     drawn = []

@@ -1,4 +1,5 @@
-"""The suite frames at a small size: that it runs to its end and says what it should; not how fast anything is."""
+"""The suite frames at a small size: that it runs to its end and says what it should; not how fast
+anything is."""
 
 from __future__ import annotations
 
@@ -11,10 +12,28 @@ from pipeline.records import UsageError
 
 
 def test_the_suite_at_a_small_size(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--seconds", "10", "--height", "144", "--probes", "4", "--megabytes", "8", "--files", "60"]
+    small = [
+        "--seconds",
+        "10",
+        "--height",
+        "144",
+        "--probes",
+        "4",
+        "--megabytes",
+        "8",
+        "--files",
+        "60",
+    ]
     assert benchmark.main(["--suite", "frames", *small]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(figures) == {"decoding", "peak_memory_mb", "probe", "sixteen_frames", "in_a_row", "seconds"}
+    assert set(figures) == {
+        "decoding",
+        "peak_memory_mb",
+        "probe",
+        "sixteen_frames",
+        "in_a_row",
+        "seconds",
+    }
     assert {fps: set(by_gop) for fps, by_gop in figures["decoding"].items()} == {
         "0.5": {"gop_250", "gop_30"},
         "2.0": {"gop_250", "gop_7"},

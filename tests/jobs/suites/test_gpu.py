@@ -1,4 +1,5 @@
-"""The suite `gpu` without a GPU: refused, or rehearsed at a tiny size, with nothing but what it may import."""
+"""The suite `gpu` without a GPU: refused, or rehearsed at a tiny size, with nothing but what it may
+import."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ import torch
 from jobs import benchmark
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and the suite itself to run on it")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU, and the suite itself to run on it"
+)
 
 # as if what the suite must do without were not installed
 WITHOUT = """
@@ -36,7 +39,9 @@ sys.exit(code)
 """
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     assert benchmark._guarded(["--suite", "gpu"]) == 2
     said = capsys.readouterr()

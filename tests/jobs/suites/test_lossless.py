@@ -32,15 +32,21 @@ def figures(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def test_a_small_size_of_the_suite(capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures(capsys, "--model", "llama", "--model", "qwen3_vl", "--cases", "6", "--requests", "4")
-    assert found["cases"] == 6 and found["identical"] == found["total"] == 24 and found["wrong"] == []
+    found = figures(
+        capsys, "--model", "llama", "--model", "qwen3_vl", "--cases", "6", "--requests", "4"
+    )
+    assert (
+        found["cases"] == 6 and found["identical"] == found["total"] == 24 and found["wrong"] == []
+    )
     assert sum(p["total"] for p in found["policies"].values()) == 24
     half = found["bf16"]
     assert half["rows"] == half["strict"]["rows"] == 2 * 4 * len(lossless.HALVES)
     assert half["strict"]["diverged"] == 0 and 0 <= half["rate"] <= 1
 
 
-def test_the_suite_sees_a_wrong_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_suite_sees_a_wrong_token(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As if one drafted token too many were accepted."""
     decode_round = batch.decode_round
 
@@ -53,7 +59,10 @@ def test_the_suite_sees_a_wrong_token(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(lossless, "HALVES", lossless.HALVES[:1])
     found = figures(capsys, "--model", "llama", "--cases", "2", "--requests", "3")
     assert found["identical"] < found["total"]
-    assert sum(case["total"] - case["identical"] for case in found["wrong"]) == found["total"] - found["identical"]
+    assert (
+        sum(case["total"] - case["identical"] for case in found["wrong"])
+        == found["total"] - found["identical"]
+    )
 
 
 def test_an_unknown_model_is_named() -> None:

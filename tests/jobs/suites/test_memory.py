@@ -14,7 +14,14 @@ from std_core.cost_model.memory import total
 from std_core.cost_model.profile import Device
 
 CASES = {case.name: case for case in cases(1)}
-SAME = ("kv", "draft_kv", "teal", "pair", "round", "weights_tied")  # in bfloat16 half of everything: of the suite alone
+SAME = (
+    "kv",
+    "draft_kv",
+    "teal",
+    "pair",
+    "round",
+    "weights_tied",
+)  # in bfloat16 half of everything: of the suite alone
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {f"{name}_bf16" for name in SAME}))

@@ -19,7 +19,9 @@ def test_what_is_noted_of_the_first_request_stays(tmp_path: Path) -> None:
     assert os.stat(mark).st_mtime_ns == when - 10**9 and when < time.time_ns() - 5 * 10**8
 
 
-def test_look_ahead_keeps_the_engine_busier_within_the_bound_and_a_manifest_goes_through(ray_cluster: None) -> None:
+def test_look_ahead_keeps_the_engine_busier_within_the_bound_and_a_manifest_goes_through(
+    ray_cluster: None,
+) -> None:
     found = suite.run(["--requests=12", "--seconds=0.2", "--manifest=100", "--videos=20"])
     assert found["engine_busy"] > found["engine_busy_without_lookahead"] > 0
     assert 0 < found["most_bytes_in_flight"] <= found["max_bytes_in_flight"]

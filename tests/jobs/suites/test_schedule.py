@@ -26,8 +26,32 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setitem(measure.GIGABYTES, "cpu", 0.02)
         grid = measure.Grid([90, 180], [1, 2], measure.presets("std,ngram"), 3, 1, 2)
         write_profile(path, measure.measure("llama", "cpu", "float32", grid, 1))
-    words = ["--model", "llama", "--contexts", "128", "--rows", "1,2", "--answers", "4,40d", "--drafts", "std,ngram"]
-    small = ["--gammas", "2", "--turns", "2", "--texts", "2", "--fills", "2", "--threads", "1", "--profile", path]
+    words = [
+        "--model",
+        "llama",
+        "--contexts",
+        "128",
+        "--rows",
+        "1,2",
+        "--answers",
+        "4,40d",
+        "--drafts",
+        "std,ngram",
+    ]
+    small = [
+        "--gammas",
+        "2",
+        "--turns",
+        "2",
+        "--texts",
+        "2",
+        "--fills",
+        "2",
+        "--threads",
+        "1",
+        "--profile",
+        path,
+    ]
     return schedule.run([*words, *small])
 
 
@@ -37,7 +61,11 @@ def test_every_cell_has_its_choice_and_its_times(figures: dict[str, Any]) -> Non
     ]  # fmt: skip
     assert [c["requests"] for c in figures["cells"]] == [2, 2, 4, 4]
     for cell in figures["cells"]:
-        assert cell["measured_s"] > 0 and cell["predicted_s"] > 0 and cell["speedup_low"] <= cell["speedup"]
+        assert (
+            cell["measured_s"] > 0
+            and cell["predicted_s"] > 0
+            and cell["speedup_low"] <= cell["speedup"]
+        )
     assert figures["predicted_vs_measured"]["median"] <= figures["predicted_vs_measured"]["p90"]
     assert figures["scheduler_vs_oracle"] > 0 and figures["oracle_winners"] >= 1
 
@@ -47,7 +75,9 @@ def timed(seconds: float, once: float = 0.0) -> Timed:
     return Timed([seconds] * 4, [[once] * 10] * 4)
 
 
-def cell(context: int, dense: float, small: float, large: float, chosen: Draft | None, predicted: float) -> Cell:
+def cell(
+    context: int, dense: float, small: float, large: float, chosen: Draft | None, predicted: float
+) -> Cell:
     times = {None: timed(dense, 0.1), SMALL: timed(small, 0.1), LARGE: timed(large, 0.1)}
     ways = (Candidate(chosen, 1, seconds=predicted), Candidate(None, 1, seconds=dense / 10))
     return Cell(context, 1, Answer(10), 10, times, ways, times[chosen])

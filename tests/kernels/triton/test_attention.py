@@ -71,12 +71,18 @@ def test_rows_over_two_segments_are_their_definition(
     under = data.draw(st.lists(st.integers(-1, len(prefixes) - 1), min_size=rows, max_size=rows))
     groups = Groups.of(under, prefixes, device)
     for prefix in (shared, None):
-        want = attention.reference_rows(query.cpu(), _cpu(own), before.cpu(), _cpu(prefix), groups.to("cpu"), dim**-0.5)  # type: ignore[arg-type]
-        out, lse = triton_attention.attend_rows(query, own, before, prefix, groups, dim**-0.5, fixed)
+        want = attention.reference_rows(
+            query.cpu(), _cpu(own), before.cpu(), _cpu(prefix), groups.to("cpu"), dim**-0.5
+        )  # type: ignore[arg-type]
+        out, lse = triton_attention.attend_rows(
+            query, own, before, prefix, groups, dim**-0.5, fixed
+        )
         assert out.dtype == dtype and lse.dtype == torch.float32
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(out.cpu().double(), want, rtol=tolerance, atol=tolerance)
-        expected = scores(query.cpu(), _cpu(own), before.cpu(), _cpu(prefix), groups.to("cpu"), dim**-0.5)  # type: ignore[arg-type]
+        expected = scores(
+            query.cpu(), _cpu(own), before.cpu(), _cpu(prefix), groups.to("cpu"), dim**-0.5
+        )  # type: ignore[arg-type]
         torch.testing.assert_close(lse.cpu().double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -86,7 +92,8 @@ def _cpu(segment: Segment | None) -> Segment | None:
 
 @pytest.mark.parametrize("width", [1, 32])
 def test_the_real_models_shapes(device: str, width: int) -> None:
-    """Qwen2-VL-7B's 28 query and 4 KV heads of 128, one KV head of them here; and rows that share a prefix."""
+    """Qwen2-VL-7B's 28 query and 4 KV heads of 128, one KV head of them here; and rows that share a
+    prefix."""
     rng = torch.Generator().manual_seed(width)
     query = random(device, rng, torch.bfloat16, 2, 7, width, 128)
     own, shared = (segment(device, rng, torch.bfloat16, n, 1, 320, 128) for n in (2, 1))
@@ -102,11 +109,18 @@ COUNTS = st.lists(st.integers(0, 700), min_size=2, max_size=2)
 
 @pytest.mark.usefixtures("row_independent_products")
 @settings(max_examples=12, deadline=None)
-@given(st.sampled_from([torch.bfloat16, torch.float32]), COUNTS, COUNTS, st.integers(0, 3), st.integers(0, 2))
+@given(
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    COUNTS,
+    COUNTS,
+    st.integers(0, 3),
+    st.integers(0, 2),
+)
 def test_fixed_splits_give_a_token_the_same_bits_in_any_batch(
     device: str, dtype: torch.dtype, lengths: list[int], prefixes: list[int], shift: int, spare: int
 ) -> None:
-    """Alone, and in another slot, at another index of the width, beside a longer row, in a larger cache."""
+    """Alone, and in another slot, at another index of the width, beside a longer row, in a larger
+    cache."""
     rng = torch.Generator().manual_seed(sum(lengths))
     query = random(device, rng, dtype, 2, 4, 4, 32)
     own, shared = (segment(device, rng, dtype, 2, 2, 1024, 32) for _ in range(2))
@@ -114,12 +128,15 @@ def test_fixed_splits_give_a_token_the_same_bits_in_any_batch(
 
     def attend(order: list[int], before: list[int], seen: list[int], room: int) -> torch.Tensor:
         rows, store = (
-            tuple(torch.nn.functional.pad(x[order], (0, 0, 0, room)) for x in segment) for segment in (own, shared)
+            tuple(torch.nn.functional.pad(x[order], (0, 0, 0, room)) for x in segment)
+            for segment in (own, shared)
         )
         under = [at if seen[row] else -1 for at, row in enumerate(order)]
         groups = Groups.of(under, [seen[row] for row in order], device, fixed=True)
         at = torch.tensor([before[row] for row in order], device=device)
-        return triton_attention.attend_rows(query[order], rows, at, store, groups, 0.25, fixed=True)[0]  # type: ignore[arg-type]
+        return triton_attention.attend_rows(
+            query[order], rows, at, store, groups, 0.25, fixed=True
+        )[0]  # type: ignore[arg-type]
 
     one = attend([0, 1], [lengths[0], 0], [prefixes[0], 0], 0)[0, :, 3]
     other = attend([1, 0], [lengths[0] + shift, lengths[1]], prefixes, 512 * spare)[1, :, 3 - shift]
@@ -139,7 +156,9 @@ def test_blocks_log_sum_exp(device: str) -> None:
     assert (blocks[0] == float("-inf")).all() and (blocks[1, ..., 4:] == float("-inf")).all()
     keys = shared[0][1, :, :200].repeat_interleave(2, 0)
     scores = query[1] @ keys.transpose(1, 2) * 0.3
-    want = torch.stack([scores[..., at : at + 64].logsumexp(-1) for at in range(0, 200, 64)], dim=-1)
+    want = torch.stack(
+        [scores[..., at : at + 64].logsumexp(-1) for at in range(0, 200, 64)], dim=-1
+    )
     torch.testing.assert_close(blocks[1, ..., :4], want, rtol=1e-4, atol=1e-4)
 
 
@@ -153,6 +172,11 @@ def test_nothing_is_read_behind_what_is_used(device: str) -> None:
     for x in shared:
         x[0, :, 7:] = x[1] = float("nan")
     out, lse = triton_attention.attend_rows(
-        query, own, torch.tensor([0, 9], device=device), shared, Groups.of([-1, 0], [7, 0], device), 0.3
+        query,
+        own,
+        torch.tensor([0, 9], device=device),
+        shared,
+        Groups.of([-1, 0], [7, 0], device),
+        0.3,
     )
     assert out.isfinite().all() and lse.isfinite().all()

@@ -1,5 +1,5 @@
-"""Every Triton kernel compiles to machine code of an A100 and an H100, which takes no GPU: the interpreter accepts more
-than the compiler does, and neither counts registers nor shared memory."""
+"""Every Triton kernel compiles to machine code of an A100 and an H100, which takes no GPU: the
+interpreter accepts more than the compiler does, and neither counts registers nor shared memory."""
 
 from __future__ import annotations
 
@@ -51,13 +51,26 @@ print(made)
 
 @pytest.mark.parametrize(("arch", "dtype"), [(80, "bfloat16"), (90, "float32")])
 def test_kernels_compile(arch: int, dtype: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(arch), dtype], env=environment, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", COMPILE, str(arch), dtype],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     shared = ast.literal_eval(done.stdout.splitlines()[-1])
-    assert set(shared) == {"_attend_split", "_merge_splits", "_mass", "_gather", "_active", "_product"}
+    assert set(shared) == {
+        "_attend_split",
+        "_merge_splits",
+        "_mass",
+        "_gather",
+        "_active",
+        "_product",
+    }
     assert max(shared.values()) <= 163 << 10  # an A100's
 
 

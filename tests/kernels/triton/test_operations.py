@@ -1,4 +1,5 @@
-"""Mass, gather and the cheap products on a GPU against the CPU's, which have definitions of their own."""
+"""Mass, gather and the cheap products on a GPU against the CPU's, which have definitions of their
+own."""
 
 from __future__ import annotations
 
@@ -43,11 +44,15 @@ def test_attention_mass(
     text, visual, dim = size
     query = torch.randn(*lead, heads[0], text, dim, generator=rng).to(dtype)
     key = torch.randn(*lead, heads[1], visual, dim, generator=rng).to(dtype)
-    whole = (query.float() @ key.float().repeat_interleave(heads[0] // heads[1], -3).transpose(-1, -2) * 0.1).logsumexp(
-        -1
-    )
+    whole = (
+        query.float()
+        @ key.float().repeat_interleave(heads[0] // heads[1], -3).transpose(-1, -2)
+        * 0.1
+    ).logsumexp(-1)
     want = attention_mass(query.double(), key.double(), whole, 0.1)
-    got = triton_attention_mass.attention_mass(query.to(device), key.to(device), whole.to(device), 0.1)
+    got = triton_attention_mass.attention_mass(
+        query.to(device), key.to(device), whole.to(device), 0.1
+    )
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-5)
 
@@ -59,7 +64,9 @@ def test_attention_mass(
     st.integers(0, 70),
     st.integers(0, 2**31),
 )
-def test_gather(device: str, dtype: torch.dtype, size: tuple[int, int, int], count: int, seed: int) -> None:
+def test_gather(
+    device: str, dtype: torch.dtype, size: tuple[int, int, int], count: int, seed: int
+) -> None:
     """Off a longer cache, of which entries are a part."""
     rng = torch.Generator().manual_seed(seed)
     heads, length, dim = size
@@ -69,21 +76,43 @@ def test_gather(device: str, dtype: torch.dtype, size: tuple[int, int, int], cou
     assert torch.equal(got.cpu(), gather_entries(cache, chosen))
 
 
-SIZES = st.tuples(st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 20).map(lambda n: GROUP * n))
+SIZES = st.tuples(
+    st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 20).map(lambda n: GROUP * n)
+)
 
 
 @settings(max_examples=20, deadline=None)
-@given(DTYPES, SIZES, st.integers(1, 9), st.sampled_from([-1.0, 0.5, 1.5, 9.0]), st.booleans(), st.integers(0, 2**31))
+@given(
+    DTYPES,
+    SIZES,
+    st.integers(1, 9),
+    st.sampled_from([-1.0, 0.5, 1.5, 9.0]),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
 def test_sparse_product(
-    device: str, dtype: torch.dtype, size: tuple[int, int], rows: int, threshold: float, biased: bool, seed: int
+    device: str,
+    dtype: torch.dtype,
+    size: tuple[int, int],
+    rows: int,
+    threshold: float,
+    biased: bool,
+    seed: int,
 ) -> None:
     """In either layout of the weight."""
     rng = torch.Generator().manual_seed(seed)
-    x, weight = torch.randn(2, rows, size[1], generator=rng).to(dtype), torch.randn(*size, generator=rng).to(dtype)
+    x, weight = (
+        torch.randn(2, rows, size[1], generator=rng).to(dtype),
+        torch.randn(*size, generator=rng).to(dtype),
+    )
     bias = torch.randn(size[0], generator=rng).to(dtype) if biased else None
-    want = sparse_linear(x.double(), weight.double(), None if bias is None else bias.double(), threshold)
+    want = sparse_linear(
+        x.double(), weight.double(), None if bias is None else bias.double(), threshold
+    )
     for w in (weight.to(device), triton_sparse_linear.by_channel(weight.to(device))):
-        got = triton_sparse_linear.sparse_linear(x.to(device), w, None if bias is None else bias.to(device), threshold)
+        got = triton_sparse_linear.sparse_linear(
+            x.to(device), w, None if bias is None else bias.to(device), threshold
+        )
         assert got.dtype == dtype
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(got.cpu().double(), want, rtol=tolerance, atol=10 * tolerance)
@@ -97,16 +126,28 @@ def test_channels_that_no_row_activates_are_not_read(device: str) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(DTYPES, SIZES, st.integers(1, 9), st.sampled_from([4, 8]), st.booleans(), st.integers(0, 2**31))
+@given(
+    DTYPES, SIZES, st.integers(1, 9), st.sampled_from([4, 8]), st.booleans(), st.integers(0, 2**31)
+)
 def test_low_bit_product(
-    device: str, dtype: torch.dtype, size: tuple[int, int], rows: int, bits: int, biased: bool, seed: int
+    device: str,
+    dtype: torch.dtype,
+    size: tuple[int, int],
+    rows: int,
+    bits: int,
+    biased: bool,
+    seed: int,
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    weight, x = (torch.randn(*shape, generator=rng).to(dtype) for shape in (size, (2, rows, size[1])))
+    weight, x = (
+        torch.randn(*shape, generator=rng).to(dtype) for shape in (size, (2, rows, size[1]))
+    )
     bias = torch.randn(size[0], generator=rng).to(dtype) if biased else None
     packed = triton_low_bit.pack(weight.to(device), bits)
     assert packed.weight.numel() * packed.weight.element_size() == weight.numel() * bits // 8
-    got = triton_low_bit.low_bit_linear(x.to(device), packed, None if bias is None else bias.to(device))
+    got = triton_low_bit.low_bit_linear(
+        x.to(device), packed, None if bias is None else bias.to(device)
+    )
     assert got.dtype == dtype
     plain = unpacked(*levels_of(weight, bits), bits).double()
     want = F.linear(x.double(), plain, None if bias is None else bias.double())
@@ -130,7 +171,9 @@ def test_a_chunk_of_prefill_goes_to_the_fused_kernels(dtype: torch.dtype) -> Non
     """By shapes alone, on a GPU that is not there: PyTorch's operators take what they are given."""
     with FakeTensorMode():
         query = torch.empty(1, 28, 50, 128, dtype=dtype, device="cuda")
-        past, new = ((torch.empty(1, 4, n, 128, dtype=dtype, device="cuda"),) * 2 for n in (300, 50))
+        past, new = (
+            (torch.empty(1, 4, n, 128, dtype=dtype, device="cuda"),) * 2 for n in (300, 50)
+        )
         out, lse = attend_chunk(query, [past], new, 0.1)
     assert out.shape == query.shape and out.dtype == dtype
     assert lse.shape == query.shape[:3] and lse.dtype == torch.float32
@@ -138,7 +181,10 @@ def test_a_chunk_of_prefill_goes_to_the_fused_kernels(dtype: torch.dtype) -> Non
 
 def test_a_4_bit_product_goes_to_pytorchs_kernel() -> None:
     with FakeTensorMode():
-        weight, x = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((3584, 18944), (8, 18944)))
+        weight, x = (
+            torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+            for shape in ((3584, 18944), (8, 18944))
+        )
         packed = pack(weight, 4)
         assert packed.weight.dtype == torch.int32 and packed.weight.numel() * 8 == weight.numel()
         assert low_bit_linear(x, packed, None).shape == (8, 3584)

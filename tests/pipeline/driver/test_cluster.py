@@ -20,7 +20,16 @@ from pipeline.config import Job
 from pipeline.driver import replica
 from pipeline.driver.cluster import drive
 from pipeline.driver.replica import Flow
-from pipeline.records import Answer, FramePlan, Frames, Planned, RequestError, RunError, VideoInfo, Wave
+from pipeline.records import (
+    Answer,
+    FramePlan,
+    Frames,
+    Planned,
+    RequestError,
+    RunError,
+    VideoInfo,
+    Wave,
+)
 from pipeline.video.frames import Limits
 from std_core.types import Draft
 
@@ -44,7 +53,9 @@ class Seen:
 
     def drive(self, load: Any = load_stub, decode: Any = decode_stub, waves: Any = None) -> Seen:
         self.waves = waves or Listed(self.requests, self.job.max_num_seqs)
-        self.decoded = drive(self.job, self.waves, 4096, self.rows.append, self, load=load, decode=decode)
+        self.decoded = drive(
+            self.job, self.waves, 4096, self.rows.append, self, load=load, decode=decode
+        )
         return self
 
     def attach(self, instruments: Any, **where: Any) -> None:
@@ -54,7 +65,9 @@ class Seen:
         self.flows.append(flow)
 
     def once(self) -> bool:
-        return sorted(a.request.request_id for a in self.rows) == sorted(r.request_id for r in self.requests)
+        return sorted(a.request.request_id for a in self.rows) == sorted(
+            r.request_id for r in self.requests
+        )
 
     @property
     def errors(self) -> dict[str, str]:
@@ -69,7 +82,9 @@ class Seen:
 def test_two_engines_share_the_work_and_bytes_stay_bounded() -> None:
     requests = [planned(i, video=f"/stub/{i // 3}.mp4") for i in range(60)]
     bound = 4 * 4 * 56 * 56 * 3
-    seen = Seen(requests, 2, concurrency=2, max_bytes_in_flight=bound).drive(partial(load_stub, seconds=0.05))
+    seen = Seen(requests, 2, concurrency=2, max_bytes_in_flight=bound).drive(
+        partial(load_stub, seconds=0.05)
+    )
     assert seen.once() and not seen.errors and seen.deaths == 0 and seen.decoded == 20
     assert len({a.result.text.split()[-1] for a in seen.rows}) == 2
     assert bound / 2 < seen.flows[-1].most_nbytes <= bound
@@ -116,7 +131,12 @@ def test_a_video_whose_decoder_was_killed_is_decoded_again_but_not_for_ever(tmp_
     decode = partial(crashing_decode, folder=str(tmp_path), times={"1": 1, "2": 9})
     seen = Seen([planned(i, str(i)) for i in range(4)], 2).drive(decode=decode)
     assert seen.once() and seen.errors == {"2": "decode_crashed"}
-    assert {a.request.item.prompt: a.attempts for a in seen.rows} == {"0": 1, "1": 1, "2": 3, "3": 1}
+    assert {a.request.item.prompt: a.attempts for a in seen.rows} == {
+        "0": 1,
+        "1": 1,
+        "2": 3,
+        "3": 1,
+    }
 
 
 def endless_decode(uri: str, info: VideoInfo, plan: FramePlan, limits: Limits) -> Frames:
@@ -125,7 +145,9 @@ def endless_decode(uri: str, info: VideoInfo, plan: FramePlan, limits: Limits) -
 
 
 def test_a_stall_names_the_stage_and_what_it_waits_for() -> None:
-    with pytest.raises(RunError, match=r"nothing has moved for 6 s: 1 videos .*decode.*free in the cluster.*CPU"):
+    with pytest.raises(
+        RunError, match=r"nothing has moved for 6 s: 1 videos .*decode.*free in the cluster.*CPU"
+    ):
         Seen([planned(0)], 1, stall_timeout=6.0).drive(decode=endless_decode)
     assert Seen([planned(0)], 1).drive().once()  # what stalled has left its CPU
 
@@ -153,12 +175,17 @@ def test_every_wave_runs_with_its_own_draft_and_slots_and_none_is_left_out() -> 
     requests = [planned(i, video=f"/stub/{i // 2}.mp4") for i in range(24)]
     setups = [(None, 2), (Draft("std", gamma=3), 2), (Draft("std", gamma=3), 1), (None, 2)]
     waves = Listed([], 1)
-    every = [Wave(tuple(requests[6 * i : 6 * i + 6]), slots, draft) for i, (draft, slots) in enumerate(setups)]
+    every = [
+        Wave(tuple(requests[6 * i : 6 * i + 6]), slots, draft)
+        for i, (draft, slots) in enumerate(setups)
+    ]
     waves.waves.extend(every)
     seen = Seen(requests, 2).drive(waves=waves)
     assert seen.once() and not seen.errors
     for wave in every:
         ids = {r.request_id for r in wave.requests}
-        ran = {(a.draft, a.result.text.split()[1]) for a in seen.rows if a.request.request_id in ids}
+        ran = {
+            (a.draft, a.result.text.split()[1]) for a in seen.rows if a.request.request_id in ids
+        }
         assert ran == {(wave.draft, f"{wave.draft.gamma if wave.draft else 0}×{wave.max_num_seqs}")}
     assert [len(results) for _, results in waves.answered] == [6, 6, 6, 6]

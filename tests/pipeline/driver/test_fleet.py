@@ -1,4 +1,5 @@
-"""The driver's steps in a world without Ray, in which anything may fail at any time and the clock is the test's."""
+"""The driver's steps in a world without Ray, in which anything may fail at any time and the clock
+is the test's."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ class Engine:
     turn: int = 0
     setup: Setup | None = None
     lines: dict[int, deque[tuple[Request, Setup]]] = field(default_factory=dict)
-    ran: dict[str, Setup] = field(default_factory=dict)  # what every request ran with last, in whichever engine
+    ran: dict[str, Setup] = field(
+        default_factory=dict
+    )  # what every request ran with last, in whichever engine
     seated: list[Request] = field(default_factory=list)
     out: deque[Result | Gone] = field(default_factory=deque)
     steps: int = 0
@@ -84,7 +87,10 @@ class Engine:
             self.end(Gone("out_of_memory", "full"))
         elif "kill" in prompts and rng.random() < 0.7:
             self.end(Gone("worker_killed", "killed"))
-        elif rng.random() < 0.5 and (done := self.seated[rng.randrange(len(self.seated))]).prompt == "?":
+        elif (
+            rng.random() < 0.5
+            and (done := self.seated[rng.randrange(len(self.seated))]).prompt == "?"
+        ):
             self.seated.remove(done)
             self.out.append(Result(done.request_id, [1], "text", "stop"))
 
@@ -94,12 +100,24 @@ class Engine:
 
 
 class World:
-    """`Hands` of it. What fails besides what prompts do: engines at a rate, decoders and frames in transit, each video
-    once at most, so that no innocent can be blamed."""
+    """`Hands` of it. What fails besides what prompts do: engines at a rate, decoders and frames in
+    transit, each video once at most, so that no innocent can be blamed."""
 
-    def __init__(self, seed: int, kills: int = 0, decode_faults: float = 0.0, memory: int = 1 << 30, ranks: int = 1):
+    def __init__(
+        self,
+        seed: int,
+        kills: int = 0,
+        decode_faults: float = 0.0,
+        memory: int = 1 << 30,
+        ranks: int = 1,
+    ):
         self.ranks = ranks
-        self.rng, self.kills, self.faults, self.memory = random.Random(seed), kills, decode_faults, memory
+        self.rng, self.kills, self.faults, self.memory = (
+            random.Random(seed),
+            kills,
+            decode_faults,
+            memory,
+        )
         self.now = 0.0
         self.ran: dict[str, Setup] = {}
         self.engines: list[Engine] = []
@@ -133,7 +151,13 @@ class World:
         return engine, engine.others
 
     def feed(
-        self, engine: Engine, requests: list[Request], pixels: str, numbers: list[Any], turn: int, setup: Setup
+        self,
+        engine: Engine,
+        requests: list[Request],
+        pixels: str,
+        numbers: list[Any],
+        turn: int,
+        setup: Setup,
     ) -> Call:
         assert pixels and not {r.request_id for r in requests} & engine.peers
         assert turn >= max(engine.lines, default=0) and len(numbers) == len(requests)
@@ -194,23 +218,37 @@ class World:
 class Run:
     """A fleet in a world, and what it handed on."""
 
-    def __init__(self, world: World, requests: list[Planned], slots: int, lanes: int, bound: int = 1 << 40):
+    def __init__(
+        self, world: World, requests: list[Planned], slots: int, lanes: int, bound: int = 1 << 40
+    ):
         self.requests, self.world = requests, world
         self.rows: list[Answer] = []
         self.flows: list[Flow] = []
         job = Job(max_num_seqs=slots, engine_timeout=TIMEOUT, stall_timeout=400.0)
         self.waves = Listed(requests, slots, size=7)
         drafts = [None, Draft(gamma=2), Draft(gamma=3)]
-        for number, wave in enumerate(list(self.waves.waves)):  # in setups of their own, neighbours at times alike
+        for number, wave in enumerate(
+            list(self.waves.waves)
+        ):  # in setups of their own, neighbours at times alike
             draft, count = drafts[number // 2 % 3], max(1, slots - number % 2)
             pace = Pace(((0,), (draft.gamma, number)), 0.5) if draft else None
-            self.waves.waves[number] = Wave(wave.requests, count, draft, (Candidate(draft, count, pace=pace),))
+            self.waves.waves[number] = Wave(
+                wave.requests, count, draft, (Candidate(draft, count, pace=pace),)
+            )
         self.setups = {r.request_id: wave.setup for wave in self.waves.waves for r in wave.requests}
         places = [Lane(number, slots) for number in range(lanes)]
         intake = Intake(world, self.waves, places, bound)
         handover = Handover(job, 4096, world, places, intake)
         self.fleet = Fleet(
-            job, self.waves, self.rows.append, lambda: None, self.flows.append, world, places, intake, handover
+            job,
+            self.waves,
+            self.rows.append,
+            lambda: None,
+            self.flows.append,
+            world,
+            places,
+            intake,
+            handover,
         )
 
     def go(self, stopped: list[int] | None = None) -> Run:
@@ -225,7 +263,9 @@ class Run:
                 self.fleet.run([] if stopped is None else stopped)
             finally:
                 self.fleet.close()
-        assert Counter(a.request.request_id for a in self.rows) == Counter(r.request_id for r in self.requests)
+        assert Counter(a.request.request_id for a in self.rows) == Counter(
+            r.request_id for r in self.requests
+        )
         assert sorted(len(wave.requests) for wave, _ in self.waves.answered) == sorted(
             len(self.requests[i : i + 7]) for i in range(0, len(self.requests), 7)
         )
@@ -238,7 +278,9 @@ class Run:
                 elif ran.pace is not None:  # a suspect among those of another wave
                     assert ran.draft is not None and ran.pace.most <= ran.draft.gamma
         assert (
-            self.fleet.intake.nbytes == 0 and not self.fleet.handover.open and not self.fleet.handover.suspects.waiting
+            self.fleet.intake.nbytes == 0
+            and not self.fleet.handover.open
+            and not self.fleet.handover.suspects.waiting
         )
         assert all(engine.over for engine in self.world.engines)
         return self
@@ -279,8 +321,16 @@ def test_whatever_fails_every_request_comes_out_once_and_only_culprits_are_blame
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.integers(0, 1 << 30), st.integers(1, 80), st.integers(1, 5), st.integers(1, 3), st.integers(1, 2))
-def test_kills_from_outside_blame_nobody(seed: int, count: int, slots: int, lanes: int, ranks: int) -> None:
+@given(
+    st.integers(0, 1 << 30),
+    st.integers(1, 80),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 2),
+)
+def test_kills_from_outside_blame_nobody(
+    seed: int, count: int, slots: int, lanes: int, ranks: int
+) -> None:
     """Two of them: a request would have to be hit three times."""
     world = World(seed, kills=2, decode_faults=0.3, ranks=ranks)
     run = Run(world, archive(random.Random(seed), count, {}), slots, lanes).go()
@@ -290,7 +340,9 @@ def test_kills_from_outside_blame_nobody(seed: int, count: int, slots: int, lane
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 1 << 30), st.integers(1, 40), st.integers(1, 16), st.integers(1, 16))
-def test_a_full_memory_halves_the_slots_until_what_runs_fits(seed: int, count: int, slots: int, memory: int) -> None:
+def test_a_full_memory_halves_the_slots_until_what_runs_fits(
+    seed: int, count: int, slots: int, memory: int
+) -> None:
     run = Run(World(seed, memory=memory), archive(random.Random(seed), count, {}), slots, 1).go()
     assert run.blamed == {}
     assert run.fleet.deaths <= max(0, math.ceil(math.log2(slots / memory)))
@@ -303,7 +355,9 @@ def test_what_does_not_fit_alone_is_out_of_memory() -> None:
 
 
 def test_every_request_that_ends_its_engine_ends_the_run() -> None:
-    with pytest.raises(RunError, match=r"each of the first 3 requests ended its engine: killed; .*resumes"):
+    with pytest.raises(
+        RunError, match=r"each of the first 3 requests ended its engine: killed; .*resumes"
+    ):
         Run(World(0), archive(random.Random(0), 20, dict.fromkeys(range(20), "kill")), 2, 2).go()
 
 
@@ -317,7 +371,9 @@ def test_engines_are_replaced_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_lane_without_an_engine_leaves_its_work_to_the_others() -> None:
     world = World(5)
     start = world.start
-    world.start = lambda slots: start(slots) if len(world.engines) != 1 else (start(slots)[0], [Call("late", 10**9)])  # type: ignore[method-assign]
+    world.start = lambda slots: (
+        start(slots) if len(world.engines) != 1 else (start(slots)[0], [Call("late", 10**9)])
+    )  # type: ignore[method-assign]
     run = Run(world, archive(random.Random(5), 40, {}), 2, 2).go()
     assert not run.blamed and len(world.engines[0].peers) == 40
 
@@ -326,7 +382,10 @@ def test_a_signal_lets_engines_finish_what_they_hold() -> None:
     world, stopped = World(7), []
     run = Run(world, archive(random.Random(7), 60, {}), 3, 1)
     notice = run.fleet.notice
-    run.fleet.notice = lambda flow: (notice(flow), len(run.rows) > 4 and stopped.append(signal.SIGTERM))  # type: ignore[assignment, func-returns-value]
+    run.fleet.notice = lambda flow: (
+        notice(flow),
+        len(run.rows) > 4 and stopped.append(signal.SIGTERM),
+    )  # type: ignore[assignment, func-returns-value]
     with pytest.raises(RunError, match=r"stopped by SIGTERM; .*resumes"):
         run.go(stopped)
     assert 5 <= len(run.rows) < 60
@@ -336,7 +395,9 @@ def test_a_signal_lets_engines_finish_what_they_hold() -> None:
 def test_a_stall_names_what_waits() -> None:
     world = World(9)
     world.start = lambda slots: (Engine(slots), [Call("never", 10**9)])  # type: ignore[method-assign]
-    with pytest.raises(RunError, match=r"nothing has moved for 400 s: engine 0 waits for its start; free in the"):
+    with pytest.raises(
+        RunError, match=r"nothing has moved for 400 s: engine 0 waits for its start; free in the"
+    ):
         Run(world, archive(random.Random(9), 3, {}), 1, 1).go()
     world = World(9)
     world.decode = lambda info, plan, node: (Call("never", 10**9), "")  # type: ignore[method-assign]

@@ -12,9 +12,12 @@ from pipeline.driver.suspects import Group, Suspects, after_death
 Kills = Callable[[list[str]], bool]
 
 
-def drive(requests: list[str], slots: int, kills: Kills, order: Callable[[list[str]], int]) -> tuple[Counter[str], ...]:
-    """A driver with one engine, reduced to its decisions. `kills` sees who sits in the slots, `order` says which of
-    them is answered next. Returns how often each request was answered, blamed, and in an engine that died."""
+def drive(
+    requests: list[str], slots: int, kills: Kills, order: Callable[[list[str]], int]
+) -> tuple[Counter[str], ...]:
+    """A driver with one engine, reduced to its decisions. `kills` sees who sits in the slots,
+    `order` says which of them is answered next. Returns how often each request was answered,
+    blamed, and in an engine that died."""
     suspects, rest = Suspects(), deque(requests)
     answered, blamed, died = Counter[str](), Counter[str](), Counter[str]()
     while rest or suspects.waiting:
@@ -38,11 +41,15 @@ def drive(requests: list[str], slots: int, kills: Kills, order: Callable[[list[s
 
 @settings(deadline=None, max_examples=120)
 @given(st.integers(1, 40), st.integers(1, 9), st.data())
-def test_culprits_are_blamed_and_nobody_else_within_the_bound(count: int, slots: int, data: st.DataObject) -> None:
+def test_culprits_are_blamed_and_nobody_else_within_the_bound(
+    count: int, slots: int, data: st.DataObject
+) -> None:
     requests = [str(i) for i in range(count)]
     guilty = data.draw(st.sets(st.sampled_from(requests), max_size=4))
     order = lambda seated: data.draw(st.integers(0, len(seated) - 1))
-    answered, blamed, died = drive(requests, slots, lambda seated: bool(guilty & set(seated)), order)
+    answered, blamed, died = drive(
+        requests, slots, lambda seated: bool(guilty & set(seated)), order
+    )
     assert blamed == Counter(guilty)
     assert answered == Counter(set(requests) - guilty)
     assert died["engines"] <= len(guilty) * (4 + math.ceil(math.log2(slots)))
@@ -50,16 +57,24 @@ def test_culprits_are_blamed_and_nobody_else_within_the_bound(count: int, slots:
 
 @settings(deadline=None, max_examples=120)
 @given(st.integers(1, 40), st.integers(1, 9), st.data())
-def test_a_culprit_that_strikes_late_is_blamed_too(count: int, slots: int, data: st.DataObject) -> None:
+def test_a_culprit_that_strikes_late_is_blamed_too(
+    count: int, slots: int, data: st.DataObject
+) -> None:
     """It sits in its slot for a while, so that its mates are gone when the engine dies."""
-    requests, seen, late = [str(i) for i in range(count)], Counter[str](), data.draw(st.integers(0, 12))
+    requests, seen, late = (
+        [str(i) for i in range(count)],
+        Counter[str](),
+        data.draw(st.integers(0, 12)),
+    )
     guilty = data.draw(st.sampled_from(requests))
 
     def kills(seated: list[str]) -> bool:
         seen["now"] = seen["now"] + 1 if guilty in seated else 0
         return guilty in seated and (seen["now"] > late or seated == [guilty])
 
-    answered, blamed, died = drive(requests, slots, kills, lambda seated: 0 if seated[0] != guilty else -1)
+    answered, blamed, died = drive(
+        requests, slots, kills, lambda seated: 0 if seated[0] != guilty else -1
+    )
     assert blamed == Counter([guilty])
     assert answered == Counter(set(requests) - {guilty})
     assert died["engines"] <= 4 + math.ceil(math.log2(slots))
@@ -70,7 +85,11 @@ def test_a_culprit_that_strikes_late_is_blamed_too(count: int, slots: int, data:
 def test_kills_from_outside_blame_nobody_whom_they_do_not_hit_twice_alone(
     count: int, slots: int, data: st.DataObject
 ) -> None:
-    requests, alone, left = [str(i) for i in range(count)], Counter[str](), data.draw(st.integers(0, 12))
+    requests, alone, left = (
+        [str(i) for i in range(count)],
+        Counter[str](),
+        data.draw(st.integers(0, 12)),
+    )
     strikes = iter(data.draw(st.lists(st.booleans(), min_size=200, max_size=200)))
 
     def kills(seated: list[str]) -> bool:
@@ -87,9 +106,13 @@ def test_kills_from_outside_blame_nobody_whom_they_do_not_hit_twice_alone(
 
 
 @given(st.lists(st.integers(0, 99), unique=True, max_size=20), st.data())
-def test_every_suspect_runs_again_once_or_is_blamed(numbers: list[int], data: st.DataObject) -> None:
+def test_every_suspect_runs_again_once_or_is_blamed(
+    numbers: list[int], data: st.DataObject
+) -> None:
     company = tuple(map(str, numbers))
-    trial = data.draw(st.sampled_from([None, Group(company), Group(company, alone=1)] if company else [None]))
+    trial = data.draw(
+        st.sampled_from([None, Group(company), Group(company, alone=1)] if company else [None])
+    )
     held = data.draw(st.permutations(company)) if trial is None or len(company) < 2 else company[data.draw(
         st.integers(0, len(company) - 1)):]  # fmt: skip
     groups, blamed = after_death(held, trial)

@@ -46,7 +46,9 @@ CHANGES = [
 ]
 
 
-def test_everything_that_changes_the_text_changes_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_changes_the_text_changes_the_identity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ids = [identity.request_id(**BASE | change) for change in [{}, *CHANGES]]
     monkeypatch.setattr(identity, "PREPROCESSING_VERSION", identity.PREPROCESSING_VERSION + 1)
     ids.append(identity.request_id(**BASE))
@@ -61,7 +63,9 @@ def test_spelling_and_signatures_are_no_part_of_it() -> None:
     assert of(frames=FrameOptions(fps=2)) == of(frames=FrameOptions(fps=2.0))
     assert of(video_uri="s3a://bucket/a.mp4") == of()
     assert of(video_uri="file:///a/b.mp4") == of(video_uri="/a/b.mp4")
-    assert of(video_uri="https://h/a?x=1&X-Amz-Signature=1") == of(video_uri="https://h/a?x=1&X-Amz-Signature=2")
+    assert of(video_uri="https://h/a?x=1&X-Amz-Signature=1") == of(
+        video_uri="https://h/a?x=1&X-Amz-Signature=2"
+    )
     assert of(video_uri="https://h/a?x=1") != of(video_uri="https://h/a?x=2")
 
 
@@ -71,9 +75,15 @@ def test_it_is_the_same_in_every_release() -> None:
 
 
 @given(st.text(), st.text(), st.one_of(st.none(), st.text()))
-def test_any_text_has_an_identity_and_pairs_do_not_run_together(name: str, prompt: str, own: str | None) -> None:
+def test_any_text_has_an_identity_and_pairs_do_not_run_together(
+    name: str, prompt: str, own: str | None
+) -> None:
     video = "s3://bucket/" + name + "\udcff"  # names on a disk need not be Unicode
     one = identity.request_id(**BASE | {"video_uri": video, "prompt": prompt, "given_id": own})
-    other = identity.request_id(**BASE | {"video_uri": video + "x", "prompt": prompt[1:], "given_id": own})
+    other = identity.request_id(
+        **BASE | {"video_uri": video + "x", "prompt": prompt[1:], "given_id": own}
+    )
     assert one != other
-    assert one == identity.request_id(**BASE | {"video_uri": video, "prompt": prompt, "given_id": own})
+    assert one == identity.request_id(
+        **BASE | {"video_uri": video, "prompt": prompt, "given_id": own}
+    )

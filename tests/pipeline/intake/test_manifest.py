@@ -78,8 +78,12 @@ def test_every_video_of_a_folder_answers_every_prompt(folder: str) -> None:
     touch(folder, "b.mp4", "a.MKV", "sub/c.webm", "notes.txt", ".h.mp4")
     found = items(folder, "What?", "Who?")
     uris = [storage.join(folder, name) for name in ("a.MKV", "b.mp4", "sub/c.webm")]
-    assert [(item.video_uri, item.prompt) for item in found] == [(u, p) for u in uris for p in ("What?", "Who?")]
-    assert all(item.columns == {} and item.given_id is None and item.occurrence == 0 for item in found)
+    assert [(item.video_uri, item.prompt) for item in found] == [
+        (u, p) for u in uris for p in ("What?", "Who?")
+    ]
+    assert all(
+        item.columns == {} and item.given_id is None and item.occurrence == 0 for item in found
+    )
     assert open_manifest(folder, ["x"]).input_schema == pa.schema([])
 
 
@@ -88,7 +92,9 @@ def test_a_glob_and_a_single_video(folder: str) -> None:
     assert len(items(storage.join(folder, "?.{mp4,mov}"), "p")) == 2
     assert len(items(storage.join(folder, "**"), "p")) == 3
     assert len(items(storage.join(folder, "x/*.bin"), "p")) == 1
-    assert [i.video_uri for i in items(storage.join(folder, "x/d.bin"), "p")] == [storage.join(folder, "x/d.bin")]
+    assert [i.video_uri for i in items(storage.join(folder, "x/d.bin"), "p")] == [
+        storage.join(folder, "x/d.bin")
+    ]
     assert len(items(storage.join(folder, "odd [1], {2}.mp4"), "p")) == 1
 
 
@@ -98,9 +104,17 @@ def test_the_same_prompt_twice_is_two_requests(folder: str) -> None:
 
 
 def test_a_list_of_videos(folder: str) -> None:
-    storage.put(storage.join(folder, "l/list.txt"), "\ufeffa b.mp4\r\n\n../#1.mp4\ns3://o/c.mp4\n/d.mp4".encode())
+    storage.put(
+        storage.join(folder, "l/list.txt"),
+        "\ufeffa b.mp4\r\n\n../#1.mp4\ns3://o/c.mp4\n/d.mp4".encode(),
+    )
     found = [item.video_uri for item in items(storage.join(folder, "l/list.txt"), "p")]
-    assert found == [storage.join(folder, "l/a b.mp4"), storage.join(folder, "#1.mp4"), "s3://o/c.mp4", "/d.mp4"]
+    assert found == [
+        storage.join(folder, "l/a b.mp4"),
+        storage.join(folder, "#1.mp4"),
+        "s3://o/c.mp4",
+        "/d.mp4",
+    ]
 
 
 def test_what_is_not_there(folder: str) -> None:
@@ -151,10 +165,14 @@ def test_rows_without_questions_answer_the_prompts(folder: str, format_: str) ->
 
 def test_columns_are_found_in_order_or_by_name(tmp_path: Path) -> None:
     uri = write(
-        str(tmp_path), "csv", [{"url": "/u", "video": "/v", "clip": "/c", "prompt": "p", "question": "q", "ask": "a"}]
+        str(tmp_path),
+        "csv",
+        [{"url": "/u", "video": "/v", "clip": "/c", "prompt": "p", "question": "q", "ask": "a"}],
     )
     assert [(i.video_uri, i.prompt) for i in items(uri)] == [("/v", "q")]
-    assert [(i.video_uri, i.prompt) for i in items(uri, video_column="clip", question_column="ask")] == [("/c", "a")]
+    assert [
+        (i.video_uri, i.prompt) for i in items(uri, video_column="clip", question_column="ask")
+    ] == [("/c", "a")]
     assert set(items(uri)[0].columns) == {"url", "video", "clip", "input_prompt", "question", "ask"}
 
 
@@ -165,7 +183,9 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
     assert "it has video_file, questions" in text
     assert "nearest is 'video_file'" in text
     assert "video_file, questions" in usage(uri, "p")
-    assert "nearest is 'questions'" in usage(uri, video_column="video_file", question_column="question")
+    assert "nearest is 'questions'" in usage(
+        uri, video_column="video_file", question_column="question"
+    )
 
 
 @pytest.mark.parametrize("format_", FORMATS)
@@ -179,7 +199,10 @@ def test_own_ids_and_equal_rows(folder: str, format_: str) -> None:
 
 
 def test_names_that_look_like_numbers_and_dates_stay_text(tmp_path: Path) -> None:
-    rows = [{"video": "0012", "question": "2024-01-01"}, {"video": "0013", "question": "2024-01-02"}]
+    rows = [
+        {"video": "0012", "question": "2024-01-01"},
+        {"video": "0013", "question": "2024-01-02"},
+    ]
     for format_ in FORMATS:
         found = items(write(str(tmp_path), format_, rows))
         assert [Path(i.video_uri).name for i in found] == ["0012", "0013"]
@@ -198,7 +221,11 @@ def test_questions_on_one_video_come_together(tmp_path: Path) -> None:
 
 
 def test_cells_without_a_video_or_a_question_become_items_that_fail(tmp_path: Path) -> None:
-    rows = [{"video": None, "question": "q"}, {"video": "a", "question": None}, {"video": "a", "question": "q"}]
+    rows = [
+        {"video": None, "question": "q"},
+        {"video": "a", "question": None},
+        {"video": "a", "question": "q"},
+    ]
     for format_ in ("parquet", "jsonl"):
         found = items(write(str(tmp_path), format_, rows))
         assert [(i.video_uri, i.prompt) for i in found] == [
@@ -250,7 +277,9 @@ def test_columns_of_all_types_arrive_in_the_output_unchanged(tmp_path: Path) -> 
         "at_ns": pa.array([1_714_979_289_123_456_789, None], pa.timestamp("ns", "UTC")),
         "took_ns": pa.array([123, None], pa.duration("ns")),
         "tags": pa.array([["x", None], None], pa.list_(pa.string())),
-        "box": pa.array([{"x": 1, "y": [1.5]}, None], pa.struct({"x": pa.int16(), "y": pa.list_(pa.float32())})),
+        "box": pa.array(
+            [{"x": 1, "y": [1.5]}, None], pa.struct({"x": pa.int16(), "y": pa.list_(pa.float32())})
+        ),
         "pairs": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int32())),
         "status": pa.array([1, 2], pa.int8()),
     }
@@ -263,24 +292,35 @@ def test_columns_of_all_types_arrive_in_the_output_unchanged(tmp_path: Path) -> 
 
 
 def test_types_hold_for_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "_ROW_BYTES", 200)  # so that the first block says nothing about the last
+    monkeypatch.setattr(
+        manifest, "_ROW_BYTES", 200
+    )  # so that the first block says nothing about the last
     rows = [
-        {"video": "a", "question": "q", "x": i if i < 99 else 1.5, "y": None if i < 99 else "z"} for i in range(100)
+        {"video": "a", "question": "q", "x": i if i < 99 else 1.5, "y": None if i < 99 else "z"}
+        for i in range(100)
     ]
     for format_ in ("csv", "jsonl"):
         opened = open_manifest(write(str(tmp_path), format_, rows))
         found = list(opened.items())
         assert opened.input_schema.field("x").type == pa.float64()
         assert opened.input_schema.field("y").type == pa.string()
-        assert (found[0].columns["x"], found[99].columns["x"], found[99].columns["y"]) == (0.0, 1.5, "z")
+        assert (found[0].columns["x"], found[99].columns["x"], found[99].columns["y"]) == (
+            0.0,
+            1.5,
+            "z",
+        )
 
 
-def test_long_manifests_are_read_as_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_manifests_are_read_as_they_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = pa.table({"video": [f"{i}.mp4" for i in range(50_000)], "question": ["q"] * 50_000})
     pq.write_table(table, tmp_path / "m.parquet", row_group_size=5000)
     seen = []
     rows = manifest._rows
-    monkeypatch.setattr(manifest, "_rows", lambda batch, *rest: seen.append(batch.num_rows) or rows(batch, *rest))
+    monkeypatch.setattr(
+        manifest, "_rows", lambda batch, *rest: seen.append(batch.num_rows) or rows(batch, *rest)
+    )
     stream = open_manifest(str(tmp_path / "m.parquet")).items()
     assert len(list(islice(stream, 100))) == 100
     assert sum(seen) <= 8192
@@ -291,9 +331,14 @@ _NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8)
 
 
 @given(st.lists(st.tuples(_NAMES, _NAMES), min_size=1, max_size=20))
-def test_no_row_is_lost_or_made_up(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]) -> None:
+def test_no_row_is_lost_or_made_up(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
+) -> None:
     folder = str(tmp_path_factory.mktemp("m"))
-    table = [{"video": "/v" + video, "question": question, "row": i} for i, (video, question) in enumerate(rows)]
+    table = [
+        {"video": "/v" + video, "question": question, "row": i}
+        for i, (video, question) in enumerate(rows)
+    ]
     for format_ in FORMATS:
         found = items(write(folder, format_, table))
         assert sorted(item.columns["row"] for item in found) == list(range(len(rows)))

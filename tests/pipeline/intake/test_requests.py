@@ -60,10 +60,18 @@ def ids(items: list[Item], job: Job, done: frozenset[bytes] = frozenset()) -> li
 
 
 def test_requests_are_named_by_what_changes_their_text(clip: str) -> None:
-    items = [Item(clip, "a"), Item(clip, "b"), Item(clip, "a", occurrence=1), Item("/nowhere.mp4", "a")]
+    items = [
+        Item(clip, "a"),
+        Item(clip, "b"),
+        Item(clip, "a", occurrence=1),
+        Item("/nowhere.mp4", "a"),
+    ]
     names = ids(items, Job())
     assert len(set(names)) == 4
-    assert ids(items, Job(draft="random", mode="dense", gamma=2, max_num_seqs=1, rows_per_part=3)) == names
+    assert (
+        ids(items, Job(draft="random", mode="dense", gamma=2, max_num_seqs=1, rows_per_part=3))
+        == names
+    )
     for other in (Job(max_tokens=7), Job(dtype="bfloat16"), Job(frames=FrameOptions(fps=1.0))):
         assert not set(ids(items, other)) & set(names)
 
@@ -90,7 +98,13 @@ def test_a_context_is_the_prompt_and_the_visual_tokens(clip: str, checkpoint: Ch
 
 
 def test_every_request_is_planned_or_fails(clip: str, checkpoint: Checkpoint) -> None:
-    items = [Item(clip, "a"), Item("", "a"), Item(clip, ""), Item("/nowhere.mp4", "a"), Item(clip, "b")]
+    items = [
+        Item(clip, "a"),
+        Item("", "a"),
+        Item(clip, ""),
+        Item("/nowhere.mp4", "a"),
+        Item(clip, "b"),
+    ]
     pool = [Pending(str(i), item) for i, item in enumerate(items)]
     [batch] = found(pool, Job(), checkpoint)
     assert [one.request_id for one in batch if isinstance(one, Planned)] == ["0", "4"]

@@ -1,4 +1,5 @@
-"""A survey in a process of its own finds what one in this process finds, and ends with its driver."""
+"""A survey in a process of its own finds what one in this process finds, and ends with its
+driver."""
 
 from __future__ import annotations
 
@@ -68,9 +69,15 @@ def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPa
 
     alone, apart = survey(Here(job, PROMPTS)), survey(Apart(job, PROMPTS))
     assert apart == alone
-    assert len(alone[1]) == 6 and len(alone[2]) == 2 and (apart[-1].requests, apart[-1].failed) == (6, 0)
+    assert (
+        len(alone[1]) == 6
+        and len(alone[2]) == 2
+        and (apart[-1].requests, apart[-1].failed) == (6, 0)
+    )
     some = frozenset(map(bytes.fromhex, alone[1][:3]))
-    again = survey(Here(job, PROMPTS), some)  # that another process is told what is done, the next but one shows
+    again = survey(
+        Here(job, PROMPTS), some
+    )  # that another process is told what is done, the next but one shows
     assert again[1] == alone[1][3:] and (again[-1].requests, again[-1].failed) == (6, 3)
 
 
@@ -84,7 +91,9 @@ def test_what_is_wrong_is_raised_where_it_is_asked_for(job: Job, tmp_path: Path)
             drain(found)
 
 
-def test_a_survey_that_is_killed_is_gone_on_with_once(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_survey_that_is_killed_is_gone_on_with_once(
+    job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
     """After a part of the input was handed on; the second time there is nothing to blame."""
     with Here(job, PROMPTS) as here:
         whole = ids(drain(here.begin(frozenset(), frozenset())))
@@ -98,7 +107,9 @@ def test_a_survey_that_is_killed_is_gone_on_with_once(job: Job, capfd: pytest.Ca
         assert "was ended by SIGSEGV: each file apart from now on" in capfd.readouterr().err
         survey._process.wait()
         survey._closing = None  # as if there were more
-        with pytest.raises(RunError, match=r"reads the input was ended with exit status 0; .*resumes"):
+        with pytest.raises(
+            RunError, match=r"reads the input was ended with exit status 0; .*resumes"
+        ):
             drain(found)
 
 
@@ -111,7 +122,9 @@ def try_headers(job, sink):
 """
 
 
-def test_only_the_file_that_ends_processes_is_blamed(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_file_that_ends_processes_is_blamed(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Carefully, a probe that kills its process is a row; the others are as ever."""
     (Path(job.input) / "3.mp4").write_bytes(b"kill")
     (tmp_path / "stand_in.py").write_text(STAND_IN)
@@ -120,7 +133,10 @@ def test_only_the_file_that_ends_processes_is_blamed(job: Job, tmp_path: Path, m
     with Here(job, PROMPTS, isolated_probe.probed) as survey:
         every = drain(survey.begin(frozenset(), frozenset()))
     errors = {Path(f.pending.item.video_uri).name: f.error for f in every if isinstance(f, Failed)}
-    assert {name: error.code for name, error in errors.items()} == {"2.mp4": "not_a_video", "3.mp4": "decode_crashed"}
+    assert {name: error.code for name, error in errors.items()} == {
+        "2.mp4": "not_a_video",
+        "3.mp4": "decode_crashed",
+    }
     assert "3.mp4: nothing can read its headers: it crashed (SIGSEGV)" in errors["3.mp4"].message
     assert len(every) == 8
 

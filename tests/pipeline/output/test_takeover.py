@@ -1,4 +1,5 @@
-"""Two drivers as processes: one is stopped between a part and its record, and goes on when the other has finished."""
+"""Two drivers as processes: one is stopped between a part and its record, and goes on when the
+other has finished."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ except ledger.LeaseLost:
 """
 
 
-def test_a_driver_that_sleeps_between_part_and_record_while_another_finishes(tmp_path: Path) -> None:
+def test_a_driver_that_sleeps_between_part_and_record_while_another_finishes(
+    tmp_path: Path,
+) -> None:
     words = [sys.executable, "-c", SLEEPER, str(tmp_path), str(COUNT)]
     sleeper = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": str(ROOT)})
     try:
@@ -62,4 +65,7 @@ def test_a_driver_that_sleeps_between_part_and_record_while_another_finishes(tmp
     table = pipeline.read(str(tmp_path)).sort_by("request_id")
     assert table["request_id"].to_pylist() == [f"{i:032x}" for i in range(COUNT)]
     assert table["text"].to_pylist() == ["by a"] * 2 + ["by b"] * 4
-    assert pyarrow.dataset.dataset(sorted(map(str, tmp_path.glob("part-*.parquet")))).count_rows() == COUNT
+    assert (
+        pyarrow.dataset.dataset(sorted(map(str, tmp_path.glob("part-*.parquet")))).count_rows()
+        == COUNT
+    )

@@ -59,8 +59,16 @@ def hex_id(i: int) -> str:
 
 
 def row(i: int, status: str = "success", **more: Any) -> dict[str, Any]:
-    error = {"error_code": "not_found", "error_message": "gone"} if status == "error" else {"text": f"text {i}"}
-    return {"request_id": hex_id(i), "video_uri": f"/v/{i}", "prompt": "p", "status": status} | error | more
+    error = (
+        {"error_code": "not_found", "error_message": "gone"}
+        if status == "error"
+        else {"text": f"text {i}"}
+    )
+    return (
+        {"request_id": hex_id(i), "video_uri": f"/v/{i}", "prompt": "p", "status": status}
+        | error
+        | more
+    )
 
 
 def ids(table: pa.Table) -> list[int]:
@@ -101,13 +109,22 @@ def fail_records(patch: pytest.MonkeyPatch, after: int = 0) -> None:
 def test_rows_come_back_with_one_schema(folder: str, clock: Clock) -> None:
     carried = pa.schema({"tag": pa.string(), "input_text": pa.int8()})
     with opened(folder, clock, carried) as output:
-        output.add(row(1, tag="x", input_text=3, frame_pts=[0.0, 0.5], num_generated_tokens=7, kv_keep=0.25))
+        output.add(
+            row(
+                1, tag="x", input_text=3, frame_pts=[0.0, 0.5], num_generated_tokens=7, kv_keep=0.25
+            )
+        )
         output.add(row(2, "error", tag=None))
         output.add(row(3, "truncated", num_generated_tokens=5))
     table = pipeline.read(folder)
     assert table.schema == pa.schema([*RESULT_SCHEMA, *carried])
     one, three, two = sorted(table.to_pylist(), key=lambda r: r["status"] == "error")[:3]
-    assert (one["tag"], one["input_text"], one["frame_pts"], one["text"]) == ("x", 3, [0.0, 0.5], "text 1")
+    assert (one["tag"], one["input_text"], one["frame_pts"], one["text"]) == (
+        "x",
+        3,
+        [0.0, 0.5],
+        "text 1",
+    )
     assert (two["status"], two["error_code"], two["tag"], two["num_generated_tokens"]) == (
         "error",
         "not_found",
@@ -116,7 +133,11 @@ def test_rows_come_back_with_one_schema(folder: str, clock: Clock) -> None:
     )
     assert three["created_at"].timestamp() == 1000.0
     assert output.totals["requests"] == 3
-    assert (output.totals["new"], output.totals["errors"], output.totals["num_generated_tokens"]) == (3, 1, 12)
+    assert (
+        output.totals["new"],
+        output.totals["errors"],
+        output.totals["num_generated_tokens"],
+    ) == (3, 1, 12)
 
 
 def test_parts_are_named_by_their_ids_and_recorded(folder: str, clock: Clock) -> None:
@@ -128,11 +149,16 @@ def test_parts_are_named_by_their_ids_and_recorded(folder: str, clock: Clock) ->
     assert len(names) == 4
     for name in names:
         whole = storage.read_bytes(storage.join(folder, name))
-        record = json.loads(storage.read_bytes(storage.join(folder, "_ledger", name[5:-8] + ".json")))
+        record = json.loads(
+            storage.read_bytes(storage.join(folder, "_ledger", name[5:-8] + ".json"))
+        )
         table = pq.read_table(pa.BufferReader(whole))
         assert record["ids"] == table["request_id"].to_pylist()
         assert (record["rows"], record["size"], record["epoch"]) == (len(table), len(whole), 1)
-        assert name == f"part-{ledger.part_name([bytes.fromhex(i) for i in reversed(record['ids'])])}.parquet"
+        assert (
+            name
+            == f"part-{ledger.part_name([bytes.fromhex(i) for i in reversed(record['ids'])])}.parquet"
+        )
         assert len(set(table["status"].to_pylist())) == 1  # error rows are apart
         assert b"std-caption" in table.schema.metadata
     assert {n for n in storage.list_names(folder) if not n.startswith("part-")} == set()
@@ -207,7 +233,9 @@ def test_reading_needs_no_ray(tmp_path: Path, clock: Clock) -> None:
     with opened(str(tmp_path), clock) as output:
         output.add(row(1))
     script = "import sys, pipeline; print(len(pipeline.read(sys.argv[1])), 'ray' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert run.stdout.split() == ["1", "False"]
 
 
@@ -216,7 +244,9 @@ def test_reading_what_is_no_output(tmp_path: Path) -> None:
         pipeline.read(str(tmp_path))
 
 
-def test_a_part_with_other_bytes_is_not_read_as_if_nothing_were(tmp_path: Path, clock: Clock) -> None:
+def test_a_part_with_other_bytes_is_not_read_as_if_nothing_were(
+    tmp_path: Path, clock: Clock
+) -> None:
     with opened(str(tmp_path), clock) as output:
         output.add(row(1))
     (part,) = tmp_path.glob("part-*")
@@ -257,7 +287,10 @@ def test_other_files_are_no_concern(folder: str, clock: Clock) -> None:
 def test_parts_without_a_ledger_are_left_alone(folder: str, clock: Clock) -> None:
     with opened(folder, clock) as output:
         output.add(row(1))
-    for uri in [*storage.list_files(storage.join(folder, "_ledger")), storage.join(folder, "_ledger") + "/"]:
+    for uri in [
+        *storage.list_files(storage.join(folder, "_ledger")),
+        storage.join(folder, "_ledger") + "/",
+    ]:
         if uri.startswith("/") and uri.endswith("/"):
             Path(uri).rmdir()
         else:
@@ -278,14 +311,17 @@ def _delete_exactly(uri: str) -> None:
 def test_other_columns_are_refused(folder: str, clock: Clock) -> None:
     with opened(folder, clock, pa.schema({"a": pa.int64(), "b": pa.string()})) as output:
         output.add(row(1, a=1))
-    assert_untouched(folder, clock, r"columns a differ", pa.schema({"a": pa.string(), "b": pa.string()}))
+    assert_untouched(
+        folder, clock, r"columns a differ", pa.schema({"a": pa.string(), "b": pa.string()})
+    )
     assert_untouched(folder, clock, r"columns a, b differ")
     assert_untouched(folder, clock, "order", pa.schema({"b": pa.string(), "a": pa.int64()}))
     opened(folder, clock, pa.schema({"a": pa.int64(), "b": pa.string()}, {"pandas": "x"})).close()
 
 
 @pytest.mark.parametrize(
-    "damage", ["record is half", "record is gone", "part is gone", "part is short", "record has no rows"]
+    "damage",
+    ["record is half", "record is gone", "part is gone", "part is short", "record has no rows"],
 )
 def test_damaged_commits_count_as_absent(folder: str, clock: Clock, damage: str) -> None:
     with opened(folder, clock, rows_per_part=2) as output:
@@ -338,7 +374,9 @@ def test_a_half_written_local_part_is_removed(tmp_path: Path, clock: Clock) -> N
     assert not half.exists()
 
 
-def test_a_commit_that_failed_half_way_and_then_went_through_is_there_once(tmp_path: Path, clock: Clock) -> None:
+def test_a_commit_that_failed_half_way_and_then_went_through_is_there_once(
+    tmp_path: Path, clock: Clock
+) -> None:
     uri = str(tmp_path)
     output = opened(uri, clock)
     output.add(row(1))
@@ -351,7 +389,9 @@ def test_a_commit_that_failed_half_way_and_then_went_through_is_there_once(tmp_p
     assert ids(pipeline.read(uri)) == plain(uri) == [1, 2]
 
 
-def test_a_part_that_vanished_is_noticed_before_the_run_says_done(tmp_path: Path, clock: Clock) -> None:
+def test_a_part_that_vanished_is_noticed_before_the_run_says_done(
+    tmp_path: Path, clock: Clock
+) -> None:
     output = opened(str(tmp_path), clock)
     output.add(row(1))
     output.flush()
@@ -421,7 +461,9 @@ def test_half_done_replacements_are_finished(tmp_path: Path, clock: Clock, again
     assert plain(uri) == [0, 0, 1, 1, 2, 3]
     with opened(uri, clock, retry_failed=again) as resumed:
         assert plain(uri) == [0, 1, 2, 3]
-        assert {int.from_bytes(i, "big") for i in resumed.done} == ({0, 1} if again else {0, 1, 2, 3})
+        assert {int.from_bytes(i, "big") for i in resumed.done} == (
+            {0, 1} if again else {0, 1, 2, 3}
+        )
         if again:
             resumed.add(row(2))
             resumed.add(row(3, "error"))
@@ -454,7 +496,9 @@ def test_a_dead_drivers_lease_is_waited_for(folder: str, clock: Clock) -> None:
     assert ledger.EXPIRE_S < clock.now - start <= ledger.EXPIRE_S + 2
 
 
-def test_a_dead_driver_from_the_future_is_not_waited_for_longer(tmp_path: Path, clock: Clock) -> None:
+def test_a_dead_driver_from_the_future_is_not_waited_for_longer(
+    tmp_path: Path, clock: Clock
+) -> None:
     clock.now += 5000
     opened(str(tmp_path), clock).stop()
     clock.now -= 5000
@@ -462,7 +506,9 @@ def test_a_dead_driver_from_the_future_is_not_waited_for_longer(tmp_path: Path, 
     assert clock.now <= 1000 + ledger.EXPIRE_S + 2
 
 
-def test_a_dead_drivers_lease_can_be_waited_for_and_nothing_is_touched(folder: str, clock: Clock) -> None:
+def test_a_dead_drivers_lease_can_be_waited_for_and_nothing_is_touched(
+    folder: str, clock: Clock
+) -> None:
     """What opens the output then waits for nothing. One that is new is free."""
     uri, start = storage.join(folder, "out"), clock.now
     await_output(uri, clock, clock.sleep)
@@ -558,7 +604,9 @@ def test_a_late_record_does_not_stop_the_driver_in_charge(tmp_path: Path, clock:
     a = opened(uri, clock)
     a.add(row(1, text="by a"))
     a.flush()
-    late = {path: path.read_bytes() for path in [*tmp_path.glob("part-*"), *tmp_path.glob("_ledger/*")]}
+    late = {
+        path: path.read_bytes() for path in [*tmp_path.glob("part-*"), *tmp_path.glob("_ledger/*")]
+    }
     for path in late:
         path.unlink()
     crash(a, clock)
@@ -597,7 +645,11 @@ def test_readers_are_exact_while_rows_are_replaced(
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 11), st.booleans()),
-        st.tuples(st.sampled_from(["flush", "close", "retry", "crash", "crash in commit", "crash in clean-up"])),
+        st.tuples(
+            st.sampled_from(
+                ["flush", "close", "retry", "crash", "crash in commit", "crash in clean-up"]
+            )
+        ),
     ),
     max_size=25,
 )
@@ -608,8 +660,9 @@ STEPS = st.lists(
 def test_whatever_happens_every_row_is_there_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Any, ...]], rows_per_part: int
 ) -> None:
-    """Rows are added, committed, retried; drivers die between any two writes. The model: `kept` are the rows that
-    were committed, each with the last status it was committed with; what was only added may be there or not."""
+    """Rows are added, committed, retried; drivers die between any two writes. The model: `kept` are
+    the rows that were committed, each with the last status it was committed with; what was only
+    added may be there or not."""
     uri, clock = str(tmp_path_factory.mktemp("out") / "o"), Clock()
     output = opened(uri, clock, rows_per_part=rows_per_part)
     added: dict[int, str] = {}
@@ -621,7 +674,10 @@ def test_whatever_happens_every_row_is_there_once(
         table = pipeline.read(uri)
         assert len(set(ids(table))) == len(table)
         return {
-            int(i, 16): s for i, s in zip(table["request_id"].to_pylist(), table["status"].to_pylist(), strict=True)
+            int(i, 16): s
+            for i, s in zip(
+                table["request_id"].to_pylist(), table["status"].to_pylist(), strict=True
+            )
         }
 
     for step, *arguments in steps:

@@ -20,14 +20,20 @@ from std_core.cost_model.account import Account
 from std_core.cost_model.device_specs import NAMED, published, unmeasured
 from std_core.types import Draft
 
-LLAMA = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=9_030_000_000, tower=10**8, tower_width=1024)
+LLAMA = Account(
+    32, 4096, 14336, 32, 8, 128, 128256, parameters=9_030_000_000, tower=10**8, tower_width=1024
+)
 PROFILE = unmeasured(published("H100"), LLAMA, "m", "bfloat16")
 
 
 def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> Planned:
     info = VideoInfo(f"v{video}", 1, "1", "mp4", "h264", 36.0, 0.0, 8, True, 8.0, 56, 56, 0)
     return Planned(
-        str(number), Item(info.uri, "Describe."), info, FramePlan((0.0,), 56, 56, 1.0, visual), visual + text
+        str(number),
+        Item(info.uri, "Describe."),
+        info,
+        FramePlan((0.0,), 56, 56, 1.0, visual),
+        visual + text,
     )
 
 
@@ -35,13 +41,20 @@ def test_a_video_is_seen_and_prefilled_once() -> None:
     profile = replace(PROFILE, vision=1e-3, prefill=(0.5, 1e-3, 0.0))
     once = seconds(plan([request(0, 0)], profile, History(), 9, True, Setting()), profile)
     assert once["vision"] == pytest.approx(30.0) and once["prefill"] == pytest.approx(0.5 + 30.1)
-    twice = seconds(plan([request(0, 0), request(1, 0)], profile, History(), 9, True, Setting()), profile)
-    assert twice["vision"] == pytest.approx(30.0) and twice["prefill"] == pytest.approx(0.5 + 30.1 + 0.5 + 0.1)
+    twice = seconds(
+        plan([request(0, 0), request(1, 0)], profile, History(), 9, True, Setting()), profile
+    )
+    assert twice["vision"] == pytest.approx(30.0) and twice["prefill"] == pytest.approx(
+        0.5 + 30.1 + 0.5 + 0.1
+    )
     assert twice["decode"] > once["decode"]
 
 
 def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
-    requests = [*(request(i, i) for i in range(200)), *(request(200 + i, 200 + i, 800) for i in range(100))]
+    requests = [
+        *(request(i, i) for i in range(200)),
+        *(request(200 + i, 200 + i, 800) for i in range(100)),
+    ]
     found = plan(requests, PROFILE, History(), 99, True, Setting())
     lost = Failed(Pending("x", Item("v", "?")), RequestError("context_too_long", "it is too long"))
     figures = report(found, [lost], Outlook(PROFILE, Setting(), 2.0))
@@ -52,7 +65,9 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
         best = bucket["candidates"][0]
         assert best["gain"] >= 1.05 and best["draft"] in bucket["drafts"] and best["bound"] > 1
         assert sum(bucket["memory_gb"].values()) < 80 * 0.9
-        assert best["gammas"][0] < best["gammas"][1] and all(c["gammas"] == [] for c in bucket["candidates"][1:])
+        assert best["gammas"][0] < best["gammas"][1] and all(
+            c["gammas"] == [] for c in bucket["candidates"][1:]
+        )
     assert figures["buckets"]["1024"]["crossover"] == figures["buckets"]["32768"]["crossover"]
     assert sum(figures["shares"].values()) == pytest.approx(1, abs=1e-3)
     low, expected, high = figures["engine_hours"]
@@ -61,7 +76,9 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
     assert set(figures["engine_hours_elsewhere"]) == set(NAMED)
     text = table(figures, [lost])
     assert "{} ({}–{})".format(best["draft"], *best["gammas"]) in text
-    assert "published" in text and "context_too_long: it is too long" in text and "too small" in text
+    assert (
+        "published" in text and "context_too_long: it is too long" in text and "too small" in text
+    )
     assert figures["engine_hours_elsewhere"]["L4"] is None  # 32K × 9B needs more than 24 GB
 
 

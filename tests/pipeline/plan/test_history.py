@@ -18,7 +18,9 @@ INFO = VideoInfo("v", 1, "1", "mp4", "h264", 1.0, 0.0, 8, True, 8.0, 56, 56, 0)
 
 def wave(draft: Draft | None, *prompts: str) -> Wave:
     plan = FramePlan((0.0,), 56, 56, 1.0, 900)
-    requests = [Planned(str(i), Item("v", prompt), INFO, plan, 1000) for i, prompt in enumerate(prompts)]
+    requests = [
+        Planned(str(i), Item("v", prompt), INFO, plan, 1000) for i, prompt in enumerate(prompts)
+    ]
     return Wave(tuple(requests), 8, draft, (Candidate(draft, 8, round_s=0.1),))
 
 
@@ -41,7 +43,9 @@ def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Resul
 
 
 def test_prompts_that_ask_are_questions() -> None:
-    assert kind_of("How many? ") == "question" and kind_of("What you see: describe it.") == "caption"
+    assert (
+        kind_of("How many? ") == "question" and kind_of("What you see: describe it.") == "caption"
+    )
 
 
 def seen(*results: Result) -> Chances:
@@ -49,12 +53,15 @@ def seen(*results: Result) -> Chances:
 
 
 def test_chances_are_of_each_place_in_a_round() -> None:
-    """Of those rounds that came so far; a place is taken to be like the one before it, as if one more token said so."""
+    """Of those rounds that came so far; a place is taken to be like the one before it, as if one
+    more token said so."""
     every = seen(result(0, (0, 0, 0, 0, 5))).by_place
     assert every[0] == pytest.approx(5.5 / 6) and every[1] == pytest.approx((5 + every[0]) / 6)
     late = seen(result(0, (3, 0, 0, 0, 1)), result(1, (2, 0, 0, 0, 4))).by_place
     assert late[0] == pytest.approx(5.5 / 11) and late[3] > late[2] > late[1] > 0.9
-    cut = seen(replace(result(0, (2, 1, 0, 0, 1)), refuse_counts=(2, 0, 0, 0, 0)))  # a row's end is no refusal
+    cut = seen(
+        replace(result(0, (2, 1, 0, 0, 1)), refuse_counts=(2, 0, 0, 0, 0))
+    )  # a row's end is no refusal
     assert cut.at(0) == pytest.approx(2.5 / 5) and cut.at(1) == pytest.approx(1.5 / 2)
     assert seen(result(0, (7, 0))) == seen(result(0, (7, 0, 0, 0)))  # whatever nobody came to
     assert judged([]) == ((), ())
@@ -67,7 +74,10 @@ def test_waves_are_remembered_by_their_median() -> None:
     seen = history.chances(DRAFT, "caption")
     assert seen is not None and seen.at(0) == pytest.approx((2 + 0.5) / (2 + 4 + 1))
     assert history.chances(Draft("std", gamma=9), "caption") == seen
-    assert history.chances(DRAFT, "question") is None and history.chances(Draft("random"), "caption") is None
+    assert (
+        history.chances(DRAFT, "question") is None
+        and history.chances(Draft("random"), "caption") is None
+    )
     assert history.length("caption") == 1 + 6 + 8
     assert history.speed(DRAFT) == pytest.approx(1 / 0.6)  # 6 rounds of 0.1 s took 1 s
     assert history.speed(None) == history.speed(DRAFT)  # for want of its own
@@ -86,7 +96,9 @@ def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
     some = replace(wave(DRAFT, "Describe."), why=(way,))
     for rounds, drafted in ((10, 40), (10, 0), (10, 17), (3, 30)):
         took = 2 * (rounds * 0.02 + drafted * 0.005)
-        seen = History().observed(some, [Result("0", [7], "", "stop", rounds=rounds, drafted=drafted, decode_s=took)])
+        seen = History().observed(
+            some, [Result("0", [7], "", "stop", rounds=rounds, drafted=drafted, decode_s=took)]
+        )
         assert seen.speed(DRAFT) == pytest.approx(2)
 
 
@@ -94,8 +106,12 @@ def test_dense_rounds_of_a_wave_that_drafts_say_nothing_of_its_acceptance() -> N
     dense = Result("0", [7] * 40, "", "stop", rounds=40, decode_s=1.0)
     seen = History().observed(wave(DRAFT, "Describe."), [dense])
     assert seen.chances(DRAFT, "caption") is None and seen.length("caption") == 40
-    some = replace(dense, drafted=8, accepted=3, accept_counts=(37, 3), refuse_counts=(3, 0))  # 34 of them were dense
-    assert History().observed(wave(DRAFT, "Describe."), [some]).chances(DRAFT, "caption") == Chances((0.5,))
+    some = replace(
+        dense, drafted=8, accepted=3, accept_counts=(37, 3), refuse_counts=(3, 0)
+    )  # 34 of them were dense
+    assert History().observed(wave(DRAFT, "Describe."), [some]).chances(
+        DRAFT, "caption"
+    ) == Chances((0.5,))
 
 
 def test_kinds_are_told_apart_in_one_wave() -> None:
@@ -114,7 +130,9 @@ def test_what_was_seen_changes_the_choice() -> None:
     setting = Setting()
     plan = FramePlan((0.0,), 56, 56, 1.0, 60_000)
     infos = [replace(INFO, uri=str(i)) for i in range(8)]
-    some = Mix.of([Planned(i.uri, Item(i.uri, "Describe."), i, plan, 60_000) for i in infos], setting)
+    some = Mix.of(
+        [Planned(i.uri, Item(i.uri, "Describe."), i, plan, 60_000) for i in infos], setting
+    )
     before = choose(some, profile, History(), setting, 0)[0]
     assert before.draft is not None and before.draft.gamma > 3
     seen = History().observed(wave(DRAFT, "Describe."), [result(0, (90, 60, 0, 0, 0))])

@@ -30,7 +30,9 @@ from std_core.types import Draft, Result
 LLAMA = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=8_030_000_000)
 GPU = Device("A100", "cuda", 2e12, 80e9, 312e12)
 FLAT = Cost(1.0, 1e-3)
-GOOD = Tried(Draft("std", weights="int4"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (90,), (10,)),))
+GOOD = Tried(
+    Draft("std", weights="int4"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (90,), (10,)),)
+)
 POOR = Tried(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (60,), (40,)),))
 PROFILE = Profile(GPU, "m", "bfloat16", LLAMA, FLAT, (0.0, 1e-4, 0.0), 1e-5, (GOOD, POOR))
 HUGE = 10_000_000  # tokens that no device holds
@@ -44,7 +46,9 @@ def request(number: int, context: int = 4000, video: int | None = None, frames: 
 
 
 def failure(number: int) -> Failed:
-    return Failed(Pending(str(number), Item("w.mp4", "?")), RequestError("not_found", "w.mp4 is not there"))
+    return Failed(
+        Pending(str(number), Item("w.mp4", "?")), RequestError("not_found", "w.mp4 is not there")
+    )
 
 
 class Made:
@@ -73,7 +77,9 @@ class Seen:
         self.failed: list[Failed] = []
         self.waves: list[Wave] = []
         profile_on: Any = lambda device: replace(PROFILE, device=device)
-        self.pool = Pool(made, self.failed.append, self.waves.append, profile_on, setting or Setting(4))  # type: ignore[arg-type]
+        self.pool = Pool(
+            made, self.failed.append, self.waves.append, profile_on, setting or Setting(4)
+        )  # type: ignore[arg-type]
         self.pool.begin(GPU, 2)
 
     def names(self) -> Counter[str]:
@@ -83,7 +89,10 @@ class Seen:
 
 batches = st.lists(
     st.lists(
-        st.tuples(st.sampled_from(["fits", "fails", "huge"]), st.integers(1, 8000), st.integers(0, 9)), max_size=30
+        st.tuples(
+            st.sampled_from(["fits", "fails", "huge"]), st.integers(1, 8000), st.integers(0, 9)
+        ),
+        max_size=30,
     ),
     min_size=1,
     max_size=6,
@@ -102,7 +111,9 @@ def test_whatever_comes_when_every_request_is_handed_out_once(
         "fails": lambda context, video: failure(next(numbers)),
         "huge": lambda context, video: request(next(numbers), HUGE),
     }
-    made = Made([[make[what](context, video) for what, context, video in batch] for batch in drawn], ready=0)
+    made = Made(
+        [[make[what](context, video) for what, context, video in batch] for batch in drawn], ready=0
+    )
     made.batches.append([request(next(numbers))])  # one at least fits
     seen = Seen(made)
     for arrived, hungry in [*turns, *[(9, True)] * 999]:
@@ -169,7 +180,12 @@ def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
     first = seen.pool.take(hungry=True)
     assert first is not None and first.draft is not None and first.draft.weights == "int4"
     drafted = 40 * first.draft.gamma
-    refused: dict[str, Any] = {"rounds": 40, "drafted": drafted, "accept_counts": (40, 0), "refuse_counts": (40, 0)}
+    refused: dict[str, Any] = {
+        "rounds": 40,
+        "drafted": drafted,
+        "accept_counts": (40, 0),
+        "refuse_counts": (40, 0),
+    }
     results = [Result(r.request_id, [1] * 40, "", "length", **refused) for r in first.requests]
     for _ in range(3):
         seen.pool.through(first, results)

@@ -33,7 +33,9 @@ def request(number: int, video: int, context: int, visual: int | None = None) ->
     uri = f"v{video}.mp4"
     info = VideoInfo(uri, 1, "1", "mp4", "h264", 1.0, 0.0, 8, True, 8.0, 56, 56, 0)
     tokens = context if visual is None else visual
-    return Planned(str(number), Item(uri, "Describe."), info, FramePlan((0.0,), 56, 56, 1.0, tokens), context)
+    return Planned(
+        str(number), Item(uri, "Describe."), info, FramePlan((0.0,), 56, 56, 1.0, tokens), context
+    )
 
 
 def ids(requests: tuple[Planned, ...]) -> Counter[str]:
@@ -49,7 +51,7 @@ pools = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5000)), max_size=4
 )
 
 
-# --------------------------------------------------------------------------------------------- what goes together
+# ------------------------------------------------------------------------------- what goes together
 
 
 @settings(deadline=None)
@@ -62,7 +64,9 @@ def test_every_request_is_in_one_wave(pool: tuple[Planned, ...], slots: int) -> 
 
 @settings(deadline=None)
 @given(pools, st.integers(1, 8))
-def test_questions_on_a_video_lie_side_by_side_in_one_wave(pool: tuple[Planned, ...], slots: int) -> None:
+def test_questions_on_a_video_lie_side_by_side_in_one_wave(
+    pool: tuple[Planned, ...], slots: int
+) -> None:
     in_order = [(w, r.info.uri) for w, wave in enumerate(cut(pool, lambda _: slots)) for r in wave]
     runs = [pair for i, pair in enumerate(in_order) if i == 0 or in_order[i - 1] != pair]
     assert len(runs) == len({r.info.uri for r in pool})
@@ -92,14 +96,19 @@ def test_what_is_held_back_is_less_than_a_half_full_wave_of_like_contexts(
 ) -> None:
     waves = list(cut(pool, lambda _: slots, closed=False))
     for wave in waves:
-        groups = {uri: max(r.context for r in wave if r.info.uri == uri) for uri in {r.info.uri for r in wave}}
+        groups = {
+            uri: max(r.context for r in wave if r.info.uri == uri)
+            for uri in {r.info.uri for r in wave}
+        }
         assert len(wave) >= HALF * slots and max(groups.values()) <= LIKE * min(groups.values())
     out = {r.request_id for wave in waves for r in wave}
     left = tuple(r for r in pool if r.request_id not in out)
-    assert Counter(r.request_id for w in cut(left, lambda _: slots) for r in w) + Counter(out) == ids(pool)
+    assert Counter(r.request_id for w in cut(left, lambda _: slots) for r in w) + Counter(
+        out
+    ) == ids(pool)
 
 
-# ---------------------------------------------------------------------------------------------- a sequence of calls
+# ------------------------------------------------------------------------------ a sequence of calls
 
 
 calls = st.lists(st.tuples(pools, st.integers(0, 3)), min_size=1, max_size=4)
@@ -144,17 +153,27 @@ def test_fifty_thousand_are_planned_in_seconds() -> None:
     assert time.process_time() - began < 10  # 1.1 s on an idle core
 
 
-# ------------------------------------------------------------------------------------------------------ what fits
+# ---------------------------------------------------------------------------------------- what fits
 
 
-mixed = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20_000), st.floats(0, 1)), max_size=100).map(
-    lambda found: tuple(request(i, video, n, int(n * share)) for i, (video, n, share) in enumerate(found))
+mixed = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 20_000), st.floats(0, 1)), max_size=100
+).map(
+    lambda found: tuple(
+        request(i, video, n, int(n * share)) for i, (video, n, share) in enumerate(found)
+    )
 )
 
 
 @settings(deadline=None, max_examples=30)
-@given(mixed, st.floats(16.2e9, 30e9), st.sampled_from(["auto", None, Draft("std"), Draft("std", weights="int8")]))
-def test_memory_is_never_exceeded(pool: tuple[Planned, ...], memory: float, draft: Draft | None) -> None:
+@given(
+    mixed,
+    st.floats(16.2e9, 30e9),
+    st.sampled_from(["auto", None, Draft("std"), Draft("std", weights="int8")]),
+)
+def test_memory_is_never_exceeded(
+    pool: tuple[Planned, ...], memory: float, draft: Draft | None
+) -> None:
     profile = replace(PROFILE, device=replace(A100, memory=memory))
     setting = Setting(64, draft=draft)  # type: ignore[arg-type]
     assume(any(misfit(r, profile, setting) is None for r in pool))
@@ -162,10 +181,18 @@ def test_memory_is_never_exceeded(pool: tuple[Planned, ...], memory: float, draf
     for wave in waves:
         assert wave.max_num_seqs >= 1 and wave.why[0].slots == wave.max_num_seqs
         visual, text = (
-            max(n) for n in zip(*((r.plan.tokens, r.context - r.plan.tokens) for r in wave.requests), strict=True)
+            max(n)
+            for n in zip(
+                *((r.plan.tokens, r.context - r.plan.tokens) for r in wave.requests), strict=True
+            )
         )
         used = wave.setup.draft  # with the largest γ that any round has
-        needed = terms(LLAMA, Load(visual + text, visual, setting.max_tokens, draws="greedy"), wave.max_num_seqs, used)
+        needed = terms(
+            LLAMA,
+            Load(visual + text, visual, setting.max_tokens, draws="greedy"),
+            wave.max_num_seqs,
+            used,
+        )
         assert total(needed) <= MEMORY * memory
     out = {r.request_id for wave in waves for r in wave.requests}
     assert all((r.request_id in out) == (misfit(r, profile, setting) is None) for r in pool)
@@ -192,7 +219,7 @@ def test_where_nothing_fits_the_plan_says_what_would_help() -> None:
     assert [r.request_id for r in wave.requests] == ["1"]
 
 
-# -------------------------------------------------------------------------------------------------- which draft
+# -------------------------------------------------------------------------------------- which draft
 
 
 def test_a_named_draft_is_used_ungated_and_dense_is_dense() -> None:
@@ -210,16 +237,25 @@ def test_a_named_draft_that_keeps_another_share_is_expected_to_run_alike() -> No
 
 def test_without_anything_to_choose_from_the_default_drafts() -> None:
     bare = replace(PROFILE, drafts=())
-    assert plan((request(0, 0, 100),), bare, History(), 1, True, Setting())[0].draft == Setting().default
+    assert (
+        plan((request(0, 0, 100),), bare, History(), 1, True, Setting())[0].draft
+        == Setting().default
+    )
 
 
 def test_a_draft_is_chosen_for_a_gain_only() -> None:
     setting = Setting()
     only = replace(PROFILE, drafts=(STD,))
-    short, long = (choose(mix([n] * 8, setting), only, History(), setting, 0) for n in (200, 60_000))
+    short, long = (
+        choose(mix([n] * 8, setting), only, History(), setting, 0) for n in (200, 60_000)
+    )
     assert short[0].draft is None and all(c.gain < GAIN for c in short[1:])
-    assert long[0].draft is not None and long[0].gain >= GAIN and long[0].gain <= long[0].bound + 0.05
-    one = choose(mix([2000], setting), PROFILE, History(), setting, 0)[0]  # at B = 1 cheap weights pay
+    assert (
+        long[0].draft is not None and long[0].gain >= GAIN and long[0].gain <= long[0].bound + 0.05
+    )
+    one = choose(mix([2000], setting), PROFILE, History(), setting, 0)[
+        0
+    ]  # at B = 1 cheap weights pay
     assert one.draft is not None and one.draft.weights == "int4"
 
 
@@ -234,7 +270,9 @@ def test_prefixes_that_rows_share_are_read_once_and_leave_less_to_save() -> None
     setting = Setting()
     apart = [request(i, i, 30_000) for i in range(8)]
     shared = [request(i, 0, 30_000) for i in range(8)]
-    gains = [choose(Mix.of(r, setting), PROFILE, History(), setting, 0)[0].gain for r in (apart, shared)]
+    gains = [
+        choose(Mix.of(r, setting), PROFILE, History(), setting, 0)[0].gain for r in (apart, shared)
+    ]
     assert gains[1] < gains[0]
 
 
@@ -261,7 +299,13 @@ accounts = st.builds(
     st.sampled_from([0.3e12, 2e12, 4.8e12]),
 )
 def test_the_choice_flips_at_the_latency_crossing(
-    account: Account, rows: int, union: float, keep: float, c_p: float, c_kv: float, bandwidth: float
+    account: Account,
+    rows: int,
+    union: float,
+    keep: float,
+    c_p: float,
+    c_kv: float,
+    bandwidth: float,
 ) -> None:
     """n_lat = n*_B − (c_P − c_KV)/s (Crossover §4.3), for drafts of equal acceptance."""
     sparse, kept = Draft("full", channels=0.3), Draft("std", keep=keep)
@@ -270,13 +314,19 @@ def test_the_choice_flips_at_the_latency_crossing(
         device=replace(A100, bandwidth=bandwidth, memory=1e15),
         account=account,
         full=Cost(),
-        drafts=(Tried(sparse, Cost(1.0, c_p), (0, 0), GOOD), Tried(kept, Cost(1.0, c_kv), (0, 0), GOOD)),
+        drafts=(
+            Tried(sparse, Cost(1.0, c_p), (0, 0), GOOD),
+            Tried(kept, Cost(1.0, c_kv), (0, 0), GOOD),
+        ),
         union=((0.3, rows, union),),
     )
     s = rows * account.entry_bytes * (1 - keep) / bandwidth  # s per token of context
     crossing = account.crossover(keep, union, rows) - (c_p - c_kv) / s
     assume(crossing > 200)
-    for context, expected in ((round(crossing * 0.99) - 2, sparse), (round(crossing * 1.01) + 2, kept)):
+    for context, expected in (
+        (round(crossing * 0.99) - 2, sparse),
+        (round(crossing * 1.01) + 2, kept),
+    ):
         ways = choose(mix([context] * rows, Setting(rows)), profile, History(), Setting(rows), 0)
         best = next(c for c in sorted(ways, key=lambda c: c.seconds) if c.draft is not None)
         assert best.draft is not None and best.draft.policy == expected.policy
@@ -300,7 +350,8 @@ def test_strict_bounds_gamma_and_widens_every_step() -> None:
     assert all(c.draft is None or c.draft.gamma < 4 for c in ways)
     wide = replace(PROFILE, full=Cost(1.0, 0, token=1.0))
     dense = [
-        choose(mix([100], s), wide, History(), s, 0)[0] for s in (Setting(draft=None), Setting(draft=None, strict=4))
+        choose(mix([100], s), wide, History(), s, 0)[0]
+        for s in (Setting(draft=None), Setting(draft=None, strict=4))
     ]
     assert dense[1].round_s == pytest.approx(dense[0].round_s + 3.0)
 
@@ -313,25 +364,31 @@ def test_a_single_row_shares_its_prefix_with_nobody() -> None:
     assert reads[0] == reads[1] == LLAMA.step_bytes([1000])
 
 
-# ---------------------------------------------------------------------------------------------- γ within a wave
+# ---------------------------------------------------------------------------------- γ within a wave
 
 
 def test_noise_takes_time_for_every_token_that_is_drawn() -> None:
     profile, some = replace(PROFILE, noise=1e-3), mix([4000] * 8, Setting())
     lookup = Tried(Draft("ngram", gamma=5), FLAT, (0.0, 0.0), GOOD)
     for tried, tokens in ((None, 1), (replace(STD, draft=Draft("std", gamma=5)), 11), (lookup, 6)):
-        greedy, drawn = (Steps(profile, some, 8, 0.0, drawn).round(tried)[0] for drawn in (False, True))
+        greedy, drawn = (
+            Steps(profile, some, 8, 0.0, drawn).round(tried)[0] for drawn in (False, True)
+        )
         assert drawn - greedy == pytest.approx(8 * tokens * 1e-3)
 
 
-def paced(some: Mix, profile: Profile, setting: Setting, history: History | None = None, turn: int = 0) -> Candidate:
+def paced(
+    some: Mix, profile: Profile, setting: Setting, history: History | None = None, turn: int = 0
+) -> Candidate:
     """The chosen way, which drafts."""
     chosen = choose(some, profile, history or History(), setting, turn)[0]
     assert chosen.draft is not None and chosen.pace is not None
     return chosen
 
 
-costs = st.builds(Cost, st.floats(0.5, 2), st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-9))
+costs = st.builds(
+    Cost, st.floats(0.5, 2), st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-9)
+)
 
 
 @settings(deadline=None, max_examples=50)
@@ -345,7 +402,13 @@ costs = st.builds(Cost, st.floats(0.5, 2), st.floats(0, 5e-3), st.floats(0, 1e-4
     st.floats(0.2, 2),
 )
 def test_no_pace_has_a_slower_gamma_than_another(
-    contexts: list[int], slots: int, strict: int, full: Cost, cheap: Cost, slow_dense: float, slow_draft: float
+    contexts: list[int],
+    slots: int,
+    strict: int,
+    full: Cost,
+    cheap: Cost,
+    slow_dense: float,
+    slow_draft: float,
 ) -> None:
     """For each number of rows and acceptance, by the seconds of a token of one row."""
     setting = Setting(slots, strict=strict)
@@ -356,16 +419,27 @@ def test_no_pace_has_a_slower_gamma_than_another(
     some = mix(contexts, setting)
     chosen = choose(some, profile, history, setting, 0)[0]
     assume(chosen.draft is not None)
-    assert chosen.draft is not None and chosen.pace is not None and len(chosen.pace.gammas) == chosen.slots
+    assert (
+        chosen.draft is not None
+        and chosen.pace is not None
+        and len(chosen.pace.gammas) == chosen.slots
+    )
     gammas = [g for g in GAMMAS if not strict or g < strict]
     step = Steps(profile, some, min(chosen.slots, len(contexts)), 64.0)
     for g in gammas:  # what rounds of another γ are expected to take follows from the chosen one's
-        seconds = step.round(replace(tried, draft=replace(tried.draft, gamma=g)), strict)[0] / step.rows
+        seconds = (
+            step.round(replace(tried, draft=replace(tried.draft, gamma=g)), strict)[0] / step.rows
+        )
         assert chosen.round_s + (g - chosen.draft.gamma) * chosen.token_s == pytest.approx(seconds)
     for rows, found in enumerate(chosen.pace.gammas, 1):
         step = Steps(profile, some, rows, 64.0)  # half of a usual caption's 128 tokens
-        times = {g: step.round(replace(tried, draft=replace(tried.draft, gamma=g)), strict)[0] for g in gammas}
-        times = {0: step.round(None, strict)[0] * slow_dense} | {g: t * slow_draft for g, t in times.items()}
+        times = {
+            g: step.round(replace(tried, draft=replace(tried.draft, gamma=g)), strict)[0]
+            for g in gammas
+        }
+        times = {0: step.round(None, strict)[0] * slow_dense} | {
+            g: t * slow_draft for g, t in times.items()
+        }
         assert len(found) == LEVELS
         for level, gamma in enumerate(found):
             a = (level + 0.5) / LEVELS
@@ -376,10 +450,15 @@ def test_no_pace_has_a_slower_gamma_than_another(
 def test_a_pace_drafts_more_where_more_is_accepted_and_less_where_rows_share_the_weights() -> None:
     setting, int4 = Setting(), replace(INT4, draft=Draft("full", weights="int4"))
     cheap = paced(mix([20_000], setting), replace(PROFILE, drafts=(int4,)), setting)
-    assert cheap.pace is not None and cheap.pace.gammas[0][0] == 0 < cheap.pace.gammas[0][-1] == cheap.pace.most
+    assert (
+        cheap.pace is not None
+        and cheap.pace.gammas[0][0] == 0 < cheap.pace.gammas[0][-1] == cheap.pace.most
+    )
     for row in cheap.pace.gammas:
         assert list(row) == sorted(row)
-    alone, full = (sum(cheap.pace.gammas[i]) for i in (0, -1))  # fewer bytes of weights are nothing new to 8 rows
+    alone, full = (
+        sum(cheap.pace.gammas[i]) for i in (0, -1)
+    )  # fewer bytes of weights are nothing new to 8 rows
     assert alone > full
     assert cheap.pace.expected == pytest.approx(cheap.acceptance)
 

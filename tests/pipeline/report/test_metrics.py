@@ -65,7 +65,18 @@ def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) ->
         (videos / f"{seed}.mp4").write_bytes(world.write_clip(seed, 1)[1])
     (videos / "text.mp4").write_text("this is no video\n" * 100)
     (videos / "empty.mp4").write_bytes(b"")
-    words = ["--input", videos, "--output", output, "--model", tiny_model, "--max-tokens", "8", "--rows-per-part", "1"]
+    words = [
+        "--input",
+        videos,
+        "--output",
+        output,
+        "--model",
+        tiny_model,
+        "--max-tokens",
+        "8",
+        "--rows-per-part",
+        "1",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_metrics_report_interval_ms": "500"}
     command = [sys.executable, "-c", JOB, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -75,7 +86,11 @@ def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) ->
     seen, rows = scrape(page), read(str(output)).to_pylist()
     good = [row for row in rows if row["status"] != "error"]
     assert seen[("requests_done_total",)] == len(good) == 3
-    assert seen["requests_failed_total", "not_a_video"] == seen["requests_failed_total", "empty_file"] == 1
+    assert (
+        seen["requests_failed_total", "not_a_video"]
+        == seen["requests_failed_total", "empty_file"]
+        == 1
+    )
     assert seen[("rows_written_total",)] == summary["new"] == 5
     assert seen[("tokens_generated_total",)] == summary["tokens"] > 0
     for name in ("proposed", "accepted"):
@@ -83,7 +98,9 @@ def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) ->
             assert seen[(f"drafts_{name}_total",)] == total
     assert sum(row["proposed"] for row in good) > 0
     for phase in ("vision", "prefill", "decode"):
-        assert seen["engine_seconds_total", phase] == pytest.approx(sum(row[f"{phase}_s"] for row in good))
+        assert seen["engine_seconds_total", phase] == pytest.approx(
+            sum(row[f"{phase}_s"] for row in good)
+        )
     assert seen[("frame_bytes_in_flight",)] == seen[("requests_seated",)] == 0
     assert seen[("context_tokens_count",)] == seen[("request_engine_seconds_count",)] == 3
 
@@ -123,4 +140,7 @@ def test_counters_follow_sums_from_before_they_were_made() -> None:
     assert made["requests_failed"].values == {("not_found",): 3}
     assert made["engine_seconds"].values == {("decode",): 0.5}
     assert (made["requests_done"].values, made["rows_written"].values) == ({(): 1}, {(): 4})
-    assert (made["frame_bytes_in_flight"].values, made["videos_decoding"].values) == ({(): 0}, {(): 3})
+    assert (made["frame_bytes_in_flight"].values, made["videos_decoding"].values) == (
+        {(): 0},
+        {(): 3},
+    )

@@ -31,9 +31,7 @@ from pipeline.report.tables import tables
 
 BEGAN = 1_796_000_000.0  # s since 1970
 PLOTS = ("throughput", "engine", "waves", "acceptance", "speedup", "phases", "failures", "cost")
-HOSTILE = (
-    """"><img src=x onerror=alert(1)><script>alert('$x_1$')</script><b style='--a:url(http://127.0.0.1:1/leak)'>&amp;"""
-)
+HOSTILE = """"><img src=x onerror=alert(1)><script>alert('$x_1$')</script><b style='--a:url(http://127.0.0.1:1/leak)'>&amp;"""
 
 NAME = """"><img src=x>$x_1$<script>"""  # short enough for a plot
 
@@ -67,12 +65,23 @@ def row(number: int, **values: Any) -> dict[str, Any]:
 
 def failed(number: int, code: str, message: str = "it is broken", **values: Any) -> dict[str, Any]:
     kept = {"request_id", "video_uri", "prompt", "created_at", "attempts"}
-    told = {"status": "error", "finish_reason": "error", "error_code": code, "error_message": message}
+    told = {
+        "status": "error",
+        "finish_reason": "error",
+        "error_code": code,
+        "error_message": message,
+    }
     return {name: value for name, value in row(number).items() if name in kept} | told | values
 
 
 def run_of(seconds: float = 30.0, began: float = BEGAN, **values: Any) -> Run:
-    about = {"model": "demo", "draft": "std", "engines": 1, "device": "cpu", "max_bytes_in_flight": 2e6}
+    about = {
+        "model": "demo",
+        "draft": "std",
+        "engines": 1,
+        "device": "cpu",
+        "max_bytes_in_flight": 2e6,
+    }
     samples = [[float(s), s, 0, 60 * s, 0.6 * s, 1, 4, 1e6] for s in range(int(seconds))]
     waves = [[0.0, seconds / 2, 20, 400, 640, 6.0], [seconds / 2, seconds, 8, 90, 300, 1.0]]
     told = {"outcome": "finished", "about": about, "samples": samples, "waves": waves, "merged": 1}
@@ -82,15 +91,26 @@ def run_of(seconds: float = 30.0, began: float = BEGAN, **values: Any) -> Run:
 def facts_of(rows: list[dict[str, Any]], runs: list[Run] | None = None, **values: Any) -> Facts:
     errors = sum(r["status"] == "error" for r in rows)
     told = {"everything": (len(rows), errors), "summary": {}, **values}
-    return Facts("s3://archive/out", to_table(rows, RESULT_SCHEMA), [run_of()] if runs is None else runs, **told)
+    return Facts(
+        "s3://archive/out",
+        to_table(rows, RESULT_SCHEMA),
+        [run_of()] if runs is None else runs,
+        **told,
+    )
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: tags, attributes, and words by the element that they stand in."""
+    """What a browser would make of a page: tags, attributes, and words by the element that they
+    stand in."""
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
-        self.tags, self.attributes, self.words, self.open = Counter[str](), list[tuple[str, str, str]](), [""], [""]
+        self.tags, self.attributes, self.words, self.open = (
+            Counter[str](),
+            list[tuple[str, str, str]](),
+            [""],
+            [""],
+        )
         self.feed(text)
         self.close()
 
@@ -109,18 +129,37 @@ class Page(HTMLParser):
 
 def plots_in(text: str) -> dict[str, str]:
     """Plot → its `<svg>`; empty where the page says why there is none."""
-    sections = {m[1]: m[2] for m in re.finditer(r'<h2 id="(\w+)">(.*?)(?=<h2|</body>)', text, re.DOTALL)}
-    return {name: (re.findall(r"<svg.*?</svg>", section, re.DOTALL) or [""])[0] for name, section in sections.items()}
+    sections = {
+        m[1]: m[2] for m in re.finditer(r'<h2 id="(\w+)">(.*?)(?=<h2|</body>)', text, re.DOTALL)
+    }
+    return {
+        name: (re.findall(r"<svg.*?</svg>", section, re.DOTALL) or [""])[0]
+        for name, section in sections.items()
+    }
 
 
 def everything() -> Facts:
     """All that a page can show, and hostile words wherever a row can hold words."""
-    hostile = {"video_uri": f"s3://archive/{HOSTILE}", "prompt": HOSTILE, "text": HOSTILE, "draft": NAME}
+    hostile = {
+        "video_uri": f"s3://archive/{HOSTILE}",
+        "prompt": HOSTILE,
+        "text": HOSTILE,
+        "draft": NAME,
+    }
     rows = [row(n, num_visual_tokens=100 * 2 ** (n % 5)) for n in range(20)]
-    rows += [row(n, draft="dense", proposed=0, accepted=0, rounds=60, decode_s=0.9) for n in range(20, 24)]
+    rows += [
+        row(n, draft="dense", proposed=0, accepted=0, rounds=60, decode_s=0.9)
+        for n in range(20, 24)
+    ]
     rows += [row(24, **hostile), row(25, status="truncated", **hostile)]
     rows += [failed(26, NAME, HOSTILE, video_uri=HOSTILE, prompt=HOSTILE), failed(27, "empty_file")]
-    about = {"model": HOSTILE, "draft": HOSTILE, "engines": 1, "device": HOSTILE, "max_bytes_in_flight": 2e6}
+    about = {
+        "model": HOSTILE,
+        "draft": HOSTILE,
+        "engines": 1,
+        "device": HOSTILE,
+        "max_bytes_in_flight": 2e6,
+    }
     return facts_of(rows, [run_of(about=about, outcome=HOSTILE)], price=4.2)
 
 
@@ -129,15 +168,32 @@ def full() -> str:
     return page(everything())
 
 
-# ----------------------------------------------------------------------------------------------------------- safety
+# ------------------------------------------------------------------------------------------- safety
 
 
 def test_every_plot_is_there_and_nothing_comes_from_outside(full: str) -> None:
     found = plots_in(full)
-    assert {name: bool(svg) for name, svg in found.items() if name in PLOTS} == dict.fromkeys(PLOTS, True)
+    assert {name: bool(svg) for name, svg in found.items() if name in PLOTS} == dict.fromkeys(
+        PLOTS, True
+    )
     seen = Page(full)
     assert seen.tags["svg"] == len(PLOTS)
-    allowed = {"html", "head", "meta", "link", "title", "style", "body", "h1", "h2", "p", "div", "b", "span", "figure"}
+    allowed = {
+        "html",
+        "head",
+        "meta",
+        "link",
+        "title",
+        "style",
+        "body",
+        "h1",
+        "h2",
+        "p",
+        "div",
+        "b",
+        "span",
+        "figure",
+    }
     allowed |= {"figcaption", "table", "thead", "tbody", "tr", "th", "td"}
     allowed |= {"svg", "g", "path", "text", "tspan", "defs", "use", "clippath", "rect"}
     assert set(seen.tags) <= allowed
@@ -146,7 +202,10 @@ def test_every_plot_is_there_and_nothing_comes_from_outside(full: str) -> None:
         if name in ("src", "href", "xlink:href", "srcset", "action", "data", "poster"):
             assert value.startswith(("#", "data:,")), (tag, name, value)
     code = " ".join(
-        [*re.findall(r"<style.*?</style>", full, re.DOTALL), *(v for _, n, v in seen.attributes if n != "title")]
+        [
+            *re.findall(r"<style.*?</style>", full, re.DOTALL),
+            *(v for _, n, v in seen.attributes if n != "title"),
+        ]
     )
     assert all(target.startswith("#") for target in re.findall(r"url\(\s*['\"]?(.)", code))
     assert "@import" not in code and "<!DOCTYPE html>" in full and full.count("<!DOCTYPE") == 1
@@ -163,18 +222,27 @@ def test_hostile_words_stay_words(full: str) -> None:
     seen = Page(full)
     assert HOSTILE not in full
     assert sum(HOSTILE in words for words in seen.words) >= 8
-    assert any(HOSTILE in value for tag, name, value in seen.attributes if (tag, name) == ("span", "title"))
+    assert any(
+        HOSTILE in value for tag, name, value in seen.attributes if (tag, name) == ("span", "title")
+    )
     found = plots_in(full)
     for plot in ("acceptance", "failures"):  # a draft's name in a legend, an error code on an axis
         assert any(NAME in words for words in Page(found[plot]).words), plot
 
 
 @settings(deadline=None, max_examples=60)
-@given(words=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=5, max_size=5))
+@given(
+    words=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=5, max_size=5
+    )
+)
 def test_no_word_becomes_markup(words: list[str]) -> None:
 
     def shown(uri: str, prompt: str, text: str, code: str, message: str) -> Page:
-        rows = [row(1, video_uri=uri, prompt=prompt, text=text), failed(2, code, message, video_uri=uri, prompt=prompt)]
+        rows = [
+            row(1, video_uri=uri, prompt=prompt, text=text),
+            failed(2, code, message, video_uri=uri, prompt=prompt),
+        ]
         return Page("".join(table for _, _, table in tables(facts_of(rows))))
 
     seen, plain = shown(*words), shown("uri", "prompt", "text", "code", "message")
@@ -190,11 +258,16 @@ def test_credentials_do_not_get_into_the_page() -> None:
     assert "v.mp4" in text and "hunter2" not in text and "c0ffee" not in text
 
 
-# ------------------------------------------------------------------------------------------------------------ words
+# -------------------------------------------------------------------------------------------- words
 
 
 def test_the_headline_says_how_many_how_fast_what_failed_and_what_drafting_gained() -> None:
-    rows = [*(row(n) for n in range(27)), failed(27, "empty_file"), failed(28, "not_found"), failed(29, "not_found")]
+    rows = [
+        *(row(n) for n in range(27)),
+        failed(27, "empty_file"),
+        failed(28, "not_found"),
+        failed(29, "not_found"),
+    ]
     assert headline(facts_of(rows)) == (
         "27 of 30 requests answered in 30 s: 54 a minute, 54 tokens a second. 3 failed: 2 not_found, 1 empty_file. "
         "Drafting read 25% of the context and had 3.92 tokens accepted per round, so a pass of the full model yielded "
@@ -209,12 +282,27 @@ def test_a_page_without_rows_says_so() -> None:
 
 
 def test_where_all_failed_the_page_tells_why() -> None:
-    facts = facts_of([failed(n, "not_a_video" if n % 3 else "empty_file", f"file {n} is none") for n in range(40)])
+    facts = facts_of(
+        [
+            failed(n, "not_a_video" if n % 3 else "empty_file", f"file {n} is none")
+            for n in range(40)
+        ]
+    )
     text = page(facts)
-    assert headline(facts) == "None of 40 requests was answered (in 30 s). 40 failed: 26 not_a_video, 14 empty_file."
-    assert [name for name, svg in plots_in(text).items() if svg] == ["throughput", "waves", "failures"]
+    assert (
+        headline(facts)
+        == "None of 40 requests was answered (in 30 s). 40 failed: 26 not_a_video, 14 empty_file."
+    )
+    assert [name for name, svg in plots_in(text).items() if svg] == [
+        "throughput",
+        "waves",
+        "failures",
+    ]
     assert "25 of 40, some of each code" in text
-    assert text.count('<span class="code">empty_file') == 13 and text.count('<span class="code">not_a_video') == 12
+    assert (
+        text.count('<span class="code">empty_file') == 13
+        and text.count('<span class="code">not_a_video') == 12
+    )
 
 
 @pytest.mark.parametrize("runs", [[], [run_of(samples=[], waves=[])], None])
@@ -232,7 +320,11 @@ def test_what_the_rows_do_not_tell_is_left_out_with_a_sentence() -> None:
     found = plots_in(text)
     assert not found["speedup"] and not found["cost"] and not found["failures"]
     assert "none with a context of like length was decoded densely" in html.unescape(text)
-    assert "It cannot be more than 4.92×" in text and "--price-per-hour" in text and "No request failed." in text
+    assert (
+        "It cannot be more than 4.92×" in text
+        and "--price-per-hour" in text
+        and "No request failed." in text
+    )
 
 
 def test_dense_rows_alone_draw_no_acceptance() -> None:
@@ -243,12 +335,14 @@ def test_dense_rows_alone_draw_no_acceptance() -> None:
     assert "Drafting" not in headline(facts)
 
 
-# ---------------------------------------------------------------------------------------------------------- figures
+# ------------------------------------------------------------------------------------------ figures
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    rows=st.lists(st.tuples(st.floats(0.01, 500), st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=40),
+    rows=st.lists(
+        st.tuples(st.floats(0.01, 500), st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=40
+    ),
     engines=st.integers(1, 4),
 )
 def test_engines_are_never_more_than_busy_and_no_work_is_lost(
@@ -270,12 +364,25 @@ def test_engines_are_never_more_than_busy_and_no_work_is_lost(
 
 
 def test_buckets_add_up_by_context_and_draft() -> None:
-    rows = [row(0, num_visual_tokens=472, accepted=30), row(1, num_visual_tokens=473), row(2, num_visual_tokens=900)]
-    rows += [row(3, draft="dense", proposed=0, accepted=0, rounds=60, decode_s=0.6), failed(4, "not_found")]
+    rows = [
+        row(0, num_visual_tokens=472, accepted=30),
+        row(1, num_visual_tokens=473),
+        row(2, num_visual_tokens=900),
+    ]
+    rows += [
+        row(3, draft="dense", proposed=0, accepted=0, rounds=60, decode_s=0.6),
+        failed(4, "not_found"),
+    ]
     found = data.buckets(facts_of(rows))
-    assert [(b.longest, b.draft, b.rows) for b in found] == [(512, "std", 1), (1024, "dense", 1), (1024, "std", 2)]
+    assert [(b.longest, b.draft, b.rows) for b in found] == [
+        (512, "std", 1),
+        (1024, "dense", 1),
+        (1024, "std", 2),
+    ]
     assert found[0].acceptance == 0.5 and found[0].error == 0.0
-    assert found[2].acceptance == pytest.approx(47 / 60) and found[2].seconds == pytest.approx((0.2, 0.4, 0.6))
+    assert found[2].acceptance == pytest.approx(47 / 60) and found[2].seconds == pytest.approx(
+        (0.2, 0.4, 0.6)
+    )
     assert data.speedups(found) == [(1024, pytest.approx(2.0), pytest.approx(59 / 12))]
 
 
@@ -285,7 +392,7 @@ def test_a_job_that_went_on_is_one_job_and_last_nights_is_another() -> None:
     assert last_stretch(runs[:1]) == runs[:1] and last_stretch([]) == []
 
 
-# ---------------------------------------------------------------------------------------------------- real outputs
+# ------------------------------------------------------------------------------------- real outputs
 
 
 def test_a_page_is_written_from_an_output_and_changes_nothing_in_it(folder: str) -> None:
@@ -312,7 +419,10 @@ def test_a_page_is_written_from_an_output_and_changes_nothing_in_it(folder: str)
 
 def test_only_the_last_job_is_told_of(tmp_path: Path) -> None:
     old = [row(n) for n in range(5)]
-    new = [row(n, created_at=datetime.fromtimestamp(BEGAN + 90_000 + n, timezone.utc)) for n in range(5, 7)]
+    new = [
+        row(n, created_at=datetime.fromtimestamp(BEGAN + 90_000 + n, timezone.utc))
+        for n in range(5, 7)
+    ]
     with open_output(str(tmp_path), pa.schema([])) as output:
         for one in old + new:
             output.add(one)
@@ -344,11 +454,18 @@ def test_no_output_and_no_price_below_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------------- a browser
+# ---------------------------------------------------------------------------------------- a browser
 
 
 def test_a_browser_shows_every_plot_and_asks_for_nothing_else(full: str, tmp_path: Path) -> None:
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "headless_shell")
+    names = (
+        "chromium",
+        "chromium-browser",
+        "google-chrome",
+        "google-chrome-stable",
+        "chrome",
+        "headless_shell",
+    )
     browser = next(filter(None, map(shutil.which, names)), None)
     if browser is None:
         pytest.skip(f"no browser: none of {', '.join(names)} is on the path")
@@ -382,15 +499,27 @@ def test_a_browser_shows_every_plot_and_asks_for_nothing_else(full: str, tmp_pat
 
 
 def _browse(browser: str, port: int, folder: Path) -> tuple[str, Path]:
-    """The page as the browser has it, and as it draws it. Whatever host it looks for is our server."""
+    """The page as the browser has it, and as it draws it. Whatever host it looks for is our
+    server."""
     picture = folder / "page.png"
-    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder}/user"]
+    words = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        f"--user-data-dir={folder}/user",
+    ]
     # what a browser asks for by itself, such as the time, is none of the page's
     words += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     words += ["--disable-features=NetworkTimeServiceQuerying,OptimizationHints,MediaRouter"]
     words += [f"--host-resolver-rules=MAP * 127.0.0.1:{port}", "--window-size=1000,4000"]
     page_at = f"http://127.0.0.1:{port}/page"
-    subprocess.run([*words, f"--screenshot={picture}", page_at], check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [*words, f"--screenshot={picture}", page_at], check=True, capture_output=True, timeout=120
+    )
     time.sleep(0.5)  # a request that were to come late would be on its way
-    dom = subprocess.run([*words, "--dump-dom", page_at], check=True, capture_output=True, text=True, timeout=120)
+    dom = subprocess.run(
+        [*words, "--dump-dom", page_at], check=True, capture_output=True, text=True, timeout=120
+    )
     return dom.stdout, picture

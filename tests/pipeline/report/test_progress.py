@@ -31,7 +31,13 @@ def planned(name: str, context: int = 100) -> Planned:
 
 
 def row(name: str, **values: Any) -> dict[str, Any]:
-    told = {"status": "success", "error_code": None, "num_generated_tokens": 30, "rounds": 10, "proposed": 50}
+    told = {
+        "status": "success",
+        "error_code": None,
+        "num_generated_tokens": 30,
+        "rounds": 10,
+        "proposed": 50,
+    }
     times = {"accepted": 20, "vision_s": 0.1, "prefill_s": 0.2, "decode_s": 0.5}
     return {"request_id": name, **told, **times, **values}
 
@@ -80,7 +86,12 @@ def watch(tmp_path: Path, clock: Clock, log: io.StringIO) -> Iterator[Watch]:
 
 def test_a_tally_is_the_sum_of_its_rows() -> None:
     tally = Tally()
-    for one in (row("a"), row("b", status="truncated"), failed("c", "empty_file"), failed("d", "empty_file")):
+    for one in (
+        row("a"),
+        row("b", status="truncated"),
+        failed("c", "empty_file"),
+        failed("d", "empty_file"),
+    ):
         tally.add(one)
     assert (tally.done, tally.failed, tally.answered) == (2, {"empty_file": 2}, 4)
     assert (tally.tokens, tally.rounds, tally.proposed, tally.accepted) == (60, 20, 100, 40)
@@ -108,7 +119,9 @@ def test_lines_in_a_log_say_what_is_done_and_how_long_the_rest_takes(
     ]
 
 
-def test_no_time_is_promised_while_more_requests_may_come(watch: Watch, clock: Clock, log: io.StringIO) -> None:
+def test_no_time_is_promised_while_more_requests_may_come(
+    watch: Watch, clock: Clock, log: io.StringIO
+) -> None:
     watch.counting(Batches("ab", "c")).take()
     for name in "ab":
         watch.row(row(name))
@@ -195,7 +208,12 @@ def test_a_record_stays_small_and_its_sums_right(tmp_path: Path) -> None:
 
 def test_what_is_no_record_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "_runs").mkdir()
-    for name, content in {"a.json": b"", "b.json": b"[1]", "c.json": b'{"format": 9}', "d.txt": b"x"}.items():
+    for name, content in {
+        "a.json": b"",
+        "b.json": b"[1]",
+        "c.json": b'{"format": 9}',
+        "d.txt": b"x",
+    }.items():
         (tmp_path / "_runs" / name).write_bytes(content)
     assert runs(str(tmp_path)) == []
     assert runs(str(tmp_path / "nowhere")) == []
@@ -209,14 +227,21 @@ def test_records_are_plain_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(0.4, "0 s"), (89, "89 s"), (600, "10 min"), (7140, "119 min"), (12_000, "3 h 20 min")]
+    ("seconds", "words"),
+    [(0.4, "0 s"), (89, "89 s"), (600, "10 min"), (7140, "119 min"), (12_000, "3 h 20 min")],
 )
 def test_durations_are_said_as_people_do(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 
 
 def test_numbers_have_three_digits_or_all() -> None:
-    assert [number(v) for v in (0.01234, 1.5, 43.51, 123.4, 12345.6)] == ["0.0123", "1.5", "43.5", "123", "12,346"]
+    assert [number(v) for v in (0.01234, 1.5, 43.51, 123.4, 12345.6)] == [
+        "0.0123",
+        "1.5",
+        "43.5",
+        "123",
+        "12,346",
+    ]
 
 
 def _quiet() -> Console:

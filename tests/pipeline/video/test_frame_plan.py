@@ -1,4 +1,5 @@
-"""Qwen's sampling rules, and that the plan's token count is the one that Hugging Face's processor arrives at."""
+"""Qwen's sampling rules, and that the plan's token count is the one that Hugging Face's processor
+arrives at."""
 
 from __future__ import annotations
 
@@ -20,13 +21,29 @@ SMALL = Geometry(min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
 
 
 def video(frames: int = 300, fps: float = 30.0, height: int = 240, width: int = 320) -> VideoInfo:
-    return VideoInfo("x.mp4", 1, "1", "mp4", "h264", frames / fps, 0.0, frames, True, fps, height, width, rotation=0)
+    return VideoInfo(
+        "x.mp4",
+        1,
+        "1",
+        "mp4",
+        "h264",
+        frames / fps,
+        0.0,
+        frames,
+        True,
+        fps,
+        height,
+        width,
+        rotation=0,
+    )
 
 
 @pytest.mark.parametrize("scenes", range(1, 13))
 def test_every_frame_falls_into_its_scene(scenes: int) -> None:
     plan = plan_frames(video(frames=16 * scenes, fps=8), FrameOptions(), SMALL)
-    assert [int(time // 2) for time in plan.times] == [scene for scene in range(scenes) for _ in range(4)]
+    assert [int(time // 2) for time in plan.times] == [
+        scene for scene in range(scenes) for _ in range(4)
+    ]
     assert plan.fps == 2
 
 
@@ -101,7 +118,9 @@ def test_properties(
     start, end = part
     if end is not None and end <= (start or 0):
         end = (start or 0) + end
-    options = FrameOptions(fps, nframes, min(bounds), max(bounds), min(pixels), max(pixels), total, start, end)
+    options = FrameOptions(
+        fps, nframes, min(bounds), max(bounds), min(pixels), max(pixels), total, start, end
+    )
     geometry = Geometry(temporal_patch_size=patch)
     info = video(frames, video_fps, *sides)
     first, last = math.ceil((start or 0) * video_fps - 1e-6), frames - 1
@@ -127,7 +146,8 @@ def test_properties(
     if total is not None:
         highest = min(highest, max(total * patch // count, int(1.05 * options.min_pixels)))
     highest = max(highest, options.min_pixels)
-    # a side never falls under one factor, and growing to the minimum rounds up: those alone may exceed the budget
+    # a side never falls under one factor, and growing to the minimum rounds up: those alone may
+    # exceed the budget
     grown = (math.sqrt(options.min_pixels * max(sides) / min(sides)) + 28) * (
         math.sqrt(options.min_pixels * min(sides) / max(sides)) + 28
     )
@@ -135,16 +155,22 @@ def test_properties(
 
 
 def grid(processor: Qwen2VLVideoProcessor, frames: np.ndarray, **options: object) -> int:
-    out = processor(videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], return_tensors="pt", **options)
+    out = processor(
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], return_tensors="pt", **options
+    )
     return int(out["video_grid_thw"].prod()) // processor.merge_size**2
 
 
-@pytest.mark.parametrize("sides", [(240, 320), (320, 240), (144, 176), (97, 351), (720, 1280), (30, 700)])
+@pytest.mark.parametrize(
+    "sides", [(240, 320), (320, 240), (144, 176), (97, 351), (720, 1280), (30, 700)]
+)
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_tokens_are_those_of_the_processor(sides: tuple[int, int], count: int) -> None:
     size = {"shortest_edge": 16 * 28 * 28, "longest_edge": 128 * 28 * 28}
     processor = Qwen2VLVideoProcessor(size=size, cap_pixels_per_frame=False)
-    options = FrameOptions(nframes=count, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
+    options = FrameOptions(
+        nframes=count, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]
+    )
     plan = plan_frames(video(count, 2, *sides), options, Geometry())
     assert len(plan.times) == count
     assert plan.tokens == grid(processor, np.zeros((count, *sides, 3), np.uint8))
@@ -157,7 +183,12 @@ def test_total_pixels_is_shared_as_the_processor_shares_it(budget: int) -> None:
     total = int(budget * 28 * 28 * 0.9)
     plan = plan_frames(
         video(8, 2, 480, 640),
-        FrameOptions(nframes=8, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"], total_pixels=total),
+        FrameOptions(
+            nframes=8,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+            total_pixels=total,
+        ),
         Geometry(),
     )
     assert plan.tokens == grid(processor, np.zeros((8, 480, 640, 3), np.uint8))
@@ -165,14 +196,20 @@ def test_total_pixels_is_shared_as_the_processor_shares_it(budget: int) -> None:
 
 @pytest.mark.parametrize("sides", [(240, 320), (97, 351), (720, 1280)])
 @pytest.mark.parametrize("count", [2, 6, 40])
-def test_a_budget_of_all_frames_is_shared_as_qwen3s_processor_shares_it(sides: tuple[int, int], count: int) -> None:
+def test_a_budget_of_all_frames_is_shared_as_qwen3s_processor_shares_it(
+    sides: tuple[int, int], count: int
+) -> None:
     size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 600 * 32 * 32}
     processor = Qwen3VLVideoProcessor(size=size, cap_pixels_per_frame=True, max_video_tokens=64)
     cap = 64 * 32 * 32
-    geometry = Geometry(patch_size=16, min_pixels=32 * 32, max_pixels=cap, video_pixels=size["longest_edge"])
+    geometry = Geometry(
+        patch_size=16, min_pixels=32 * 32, max_pixels=cap, video_pixels=size["longest_edge"]
+    )
     plan = plan_frames(video(count, 2, *sides), FrameOptions(nframes=count), geometry)
     out = processor(
-        videos=[torch.zeros(count, 3, *sides, dtype=torch.uint8)], do_sample_frames=False, return_tensors="pt"
+        videos=[torch.zeros(count, 3, *sides, dtype=torch.uint8)],
+        do_sample_frames=False,
+        return_tensors="pt",
     )
     assert plan.tokens == int(out["video_grid_thw"].prod()) // 4
 

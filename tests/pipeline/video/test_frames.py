@@ -1,4 +1,5 @@
-"""Decoding: the right frames at the right times and pixels, and what damaged files and broken decoders cost."""
+"""Decoding: the right frames at the right times and pixels, and what damaged files and broken
+decoders cost."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def _no_worker_left() -> Iterator[None]:
 
 
 def numbered(number: int) -> np.ndarray:
-    """A picture that says which one it is: ten bits as light and dark bars, and a red corner at the lower left."""
+    """A picture that says which one it is: ten bits as light and dark bars, and a red corner at the
+    lower left."""
     image = np.full((HEIGHT, WIDTH, 3), 30, np.uint8)
     for bit in range(10):
         if number >> bit & 1:
@@ -57,7 +59,9 @@ def number_of(image: np.ndarray) -> int:
     height, width = image.shape[:2]
     y = 24 * height // HEIGHT
     spots = [(9 + 12 * bit) * width // WIDTH for bit in range(10)]
-    return sum((image[y - 2 : y + 2, x - 2 : x + 2].mean() > 125) << bit for bit, x in enumerate(spots))
+    return sum(
+        (image[y - 2 : y + 2, x - 2 : x + 2].mean() > 125) << bit for bit, x in enumerate(spots)
+    )
 
 
 def write(
@@ -78,7 +82,9 @@ def write(
         if rotation:
             stream.set_display_rotation(rotation)
         for number in range(count):
-            frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24").reformat(format=pix_fmt)
+            frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24").reformat(
+                format=pix_fmt
+            )
             frame.pts, frame.time_base = when(number), Fraction(1, RATE)
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
@@ -93,7 +99,9 @@ def planned(path: Path | str, options: FrameOptions = DEFAULTS) -> tuple[VideoIn
     return info, plan_frames(info, options, SMALL)
 
 
-def decoded(path: Path | str, options: FrameOptions = DEFAULTS, decoders: dict[str, str] | None = None) -> Frames:
+def decoded(
+    path: Path | str, options: FrameOptions = DEFAULTS, decoders: dict[str, str] | None = None
+) -> Frames:
     info, plan = planned(path, options)
     frames = decode(str(path), info, plan, decoders=decoders)
     assert frames.pixels.dtype == np.uint8
@@ -105,17 +113,27 @@ def shown(frames: Frames) -> list[int]:
     return [number_of(image) for image in frames.pixels]
 
 
-# --------------------------------------------------------------------------------------------- right frames
+# ------------------------------------------------------------------------------------- right frames
 
 REORDERED = {"g": "24", "bf": "3"}
 VP9 = {"deadline": "realtime", "cpu-used": "8", "g": "24"}
 REFRESHED = {"g": "24", "bf": "0", "x264-params": "intra-refresh=1"}
-SLOW_START = {"g": "12", "bf": "8", "x264-params": "intra-refresh=1:interlaced=1:b-pyramid=strict:open-gop=1"}
+SLOW_START = {
+    "g": "12",
+    "bf": "8",
+    "x264-params": "intra-refresh=1:interlaced=1:b-pyramid=strict:open-gop=1",
+}
 FILES = [
     # codec, container, pixel format, encoder's options, decoder that gives the frames
     ("libx264", "mp4", "yuv420p", {"bf": "0", "g": "24"}, "pyav"),
     ("libx264", "mp4", "yuv420p", REORDERED, "pyav"),
-    ("libx264", "mp4", "yuv420p", {"g": "12", "bf": "3", "x264-params": "open-gop=1:b-pyramid=strict:ref=8"}, "pyav"),
+    (
+        "libx264",
+        "mp4",
+        "yuv420p",
+        {"g": "12", "bf": "3", "x264-params": "open-gop=1:b-pyramid=strict:ref=8"},
+        "pyav",
+    ),
     ("libx264", "mp4", "yuv420p", REFRESHED, "pyav"),
     ("libx264", "mp4", "yuv420p", SLOW_START, "pyav"),
     ("libx264", "mov", "yuv420p", {}, "pyav"),
@@ -137,7 +155,11 @@ def test_planned_frames_are_found(
     tmp_path: Path, codec: str, container: str, pix_fmt: str, encoder: dict[str, str], decoder: str
 ) -> None:
     path = write(tmp_path / "v", codec, container, pix_fmt=pix_fmt, encoder=encoder)
-    for options in (FrameOptions(), FrameOptions(nframes=4), FrameOptions(video_start=1.9, video_end=3.2)):
+    for options in (
+        FrameOptions(),
+        FrameOptions(nframes=4),
+        FrameOptions(video_start=1.9, video_end=3.2),
+    ):
         info, plan = planned(path, options)
         wanted = [round(time * RATE) for time in plan.times]
         both = [decoded(path, options), decoded(path, options, PYAV)]
@@ -154,41 +176,60 @@ def test_gif(tmp_path: Path) -> None:
     frames = decoded(path)
     assert frames.frames_lost == 0
     assert len(frames.pts) == 4
-    assert shown(frames) == pytest.approx([0, 13, 26, 39], abs=1)  # GIF counts in hundredths of a second
+    assert shown(frames) == pytest.approx(
+        [0, 13, 26, 39], abs=1
+    )  # GIF counts in hundredths of a second
     assert shown(frames) == shown(decoded(path, decoders=PYAV))
 
 
 @pytest.mark.parametrize(("codec", "decoder"), [("mpeg4", "decord"), ("libx264", "pyav")])
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_uneven_frames_are_found_by_time(tmp_path: Path, container: str, codec: str, decoder: str) -> None:
-    """Thirty frames in 1.25 s, then one each 5/24 s: whatever is planned, the frame shown then is found."""
+def test_uneven_frames_are_found_by_time(
+    tmp_path: Path, container: str, codec: str, decoder: str
+) -> None:
+    """Thirty frames in 1.25 s, then one each 5/24 s: whatever is planned, the frame shown then is
+    found."""
     starts = [n if n < 30 else 30 + (n - 30) * 5 for n in range(60)]
     path = write(tmp_path / "v", codec, container, count=60, when=lambda n: starts[n])
     _, plan = planned(path)
     frames = decoded(path)
     assert frames.decoder == decoder
-    assert shown(frames) == [int(np.searchsorted(starts, (t + 0.01) * RATE, side="right")) - 1 for t in plan.times]
-    assert frames.pts == pytest.approx([starts[number] / RATE for number in shown(frames)], abs=0.002)
+    assert shown(frames) == [
+        int(np.searchsorted(starts, (t + 0.01) * RATE, side="right")) - 1 for t in plan.times
+    ]
+    assert frames.pts == pytest.approx(
+        [starts[number] / RATE for number in shown(frames)], abs=0.002
+    )
 
 
 @pytest.mark.parametrize(("shift", "first"), [(24, 0), (-24, 24)])
 def test_time_counts_from_the_first_frame_shown(tmp_path: Path, shift: int, first: int) -> None:
-    """A late start is skipped; frames that an edit list hides are not shown (decord would show them)."""
+    """A late start is skipped; frames that an edit list hides are not shown (decord would show
+    them)."""
     path = write(tmp_path / "v.mp4", when=lambda n: n + shift, encoder={"g": "24", "bf": "2"})
     _, plan = planned(path)
     assert shown(decoded(path)) == [first + round(time * RATE) for time in plan.times]
 
 
 @pytest.mark.parametrize(("codec", "decoder"), [("mpeg4", "decord"), ("libx264", "pyav")])
-@pytest.mark.parametrize(("rotation", "corner"), [(90, "right bottom"), (180, "right top"), (270, "left top")])
-def test_turned_as_players_show_it(tmp_path: Path, rotation: int, corner: str, codec: str, decoder: str) -> None:
+@pytest.mark.parametrize(
+    ("rotation", "corner"), [(90, "right bottom"), (180, "right top"), (270, "left top")]
+)
+def test_turned_as_players_show_it(
+    tmp_path: Path, rotation: int, corner: str, codec: str, decoder: str
+) -> None:
     def large(number: int) -> np.ndarray:
         return numbered(number).repeat(2, 0).repeat(2, 1)
 
     frames = decoded(write(tmp_path / "r.mp4", codec, count=12, rotation=rotation, picture=large))
     assert (frames.rotation, frames.decoder) == (rotation, decoder)
     reddest = frames.pixels[0, ..., 0].astype(int) - frames.pixels[0, ..., 1]
-    halves = {"left": np.s_[:, :20], "right": np.s_[:, -20:], "top": np.s_[:20], "bottom": np.s_[-20:]}
+    halves = {
+        "left": np.s_[:, :20],
+        "right": np.s_[:, -20:],
+        "top": np.s_[:20],
+        "bottom": np.s_[-20:],
+    }
     side, end = corner.split()
     for half, where in halves.items():
         assert (reddest[where].max() > 100) == (half in (side, end)), half
@@ -196,7 +237,10 @@ def test_turned_as_players_show_it(tmp_path: Path, rotation: int, corner: str, c
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_very_short(tmp_path: Path, count: int) -> None:
-    assert shown(decoded(write(tmp_path / "v.mp4", count=count))) == [0, count - 1][: max(1, count // 2 * 2)]
+    assert (
+        shown(decoded(write(tmp_path / "v.mp4", count=count)))
+        == [0, count - 1][: max(1, count // 2 * 2)]
+    )
 
 
 NAMES = ["a b.mp4", "a#1%20.mp4", "x=1,y.mp4", 'it\'s "it".mp4', "видео-日本.mp4", "concat:x.mp4"]
@@ -209,7 +253,7 @@ def test_names_are_just_names(tmp_path: Path, name: str, decoders: dict[str, str
     assert len(decoded(path, decoders=decoders).pts) == 4
 
 
-# ----------------------------------------------------------------------------------- pixels and real footage
+# -------------------------------------------------------------------------- pixels and real footage
 
 
 def bundled() -> list[Path]:
@@ -221,14 +265,16 @@ def bundled() -> list[Path]:
 
 @pytest.mark.parametrize("path", bundled(), ids=lambda path: path.stem)
 def test_real_footage_against_hugging_face(path: Path) -> None:
-    """Pixels as torchvision's resize of the full frames within 0.3 grey levels on average, two in 99 of 100
-    values and 16 at the most; same tokens as the processor."""
+    """Pixels as torchvision's resize of the full frames within 0.3 grey levels on average, two in
+    99 of 100 values and 16 at the most; same tokens as the processor."""
     info, plan = planned(path, FrameOptions(nframes=4))
     frames = decoded(path, FrameOptions(nframes=4))
     assert (len(frames.pts), frames.frames_lost) == (4, 0)
     numbers = [round(time * info.fps) for time in plan.times]
     with av.open(str(path)) as container:
-        images = [image for number, image in enumerate(container.decode(video=0)) if number in numbers]
+        images = [
+            image for number, image in enumerate(container.decode(video=0)) if number in numbers
+        ]
     full = np.stack([image.to_ndarray(format="rgb24") for image in images])
     picked = torch.from_numpy(full).permute(0, 3, 1, 2)
     size = [plan.height, plan.width]
@@ -238,14 +284,19 @@ def test_real_footage_against_hugging_face(path: Path) -> None:
     assert np.percentile(difference, 99) <= 2
     assert difference.mean() < 0.3
     processor = Qwen2VLVideoProcessor(
-        size={"shortest_edge": SMALL.min_pixels, "longest_edge": SMALL.max_pixels}, cap_pixels_per_frame=False
+        size={"shortest_edge": SMALL.min_pixels, "longest_edge": SMALL.max_pixels},
+        cap_pixels_per_frame=False,
     )
     theirs = processor(videos=[picked], return_tensors="pt")
-    ours = processor(videos=[torch.from_numpy(frames.pixels).permute(0, 3, 1, 2)], return_tensors="pt")
+    ours = processor(
+        videos=[torch.from_numpy(frames.pixels).permute(0, 3, 1, 2)], return_tensors="pt"
+    )
     assert theirs["video_grid_thw"].tolist() == ours["video_grid_thw"].tolist()
     assert plan.tokens == int(theirs["video_grid_thw"].prod()) // 4
     grey_level = 1 / 255 / 0.26  # after normalisation, at most
-    assert (theirs["pixel_values_videos"] - ours["pixel_values_videos"]).abs().max() <= 16.5 * grey_level
+    assert (
+        theirs["pixel_values_videos"] - ours["pixel_values_videos"]
+    ).abs().max() <= 16.5 * grey_level
 
 
 def test_clips_of_the_demo(tmp_path: Path) -> None:
@@ -254,10 +305,12 @@ def test_clips_of_the_demo(tmp_path: Path) -> None:
         path = tmp_path / f"{count}.mp4"
         path.write_bytes(data)
         frames = decoded(path)
-        assert [int(time // 2) for time in frames.pts] == [k for k in range(len(scenes)) for _ in range(4)]
+        assert [int(time // 2) for time in frames.pts] == [
+            k for k in range(len(scenes)) for _ in range(4)
+        ]
 
 
-# ------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 def failure(path: Path, info: VideoInfo, plan: FramePlan, **options: object) -> RequestError:
@@ -275,7 +328,10 @@ def test_the_intact_part_of_a_cut_file_is_used(tmp_path: Path, kept: float, lost
     path.write_bytes(whole[: int(len(whole) * kept)])
     _, plan = planned(path, FrameOptions(nframes=16))
     frames = decoded(path, FrameOptions(nframes=16))
-    assert (frames.frames_lost, len(frames.pts)) == (pytest.approx(lost, abs=1), 16 - frames.frames_lost)
+    assert (frames.frames_lost, len(frames.pts)) == (
+        pytest.approx(lost, abs=1),
+        16 - frames.frames_lost,
+    )
     assert frames.pts == pytest.approx(plan.times[: len(frames.pts)])
     assert all(image.std() > 20 for image in frames.pixels)  # no frame is blank or unfilled
 
@@ -302,9 +358,15 @@ def test_damage_in_the_middle_costs_what_it_hits(tmp_path: Path) -> None:
 
 def noisy(path: Path, encoder: dict[str, str] | None = None) -> Path:
     rng = np.random.default_rng(3)
-    still = rng.integers(0, 256, (7, HEIGHT // 4, WIDTH // 4, 3), dtype=np.uint8).repeat(4, 1).repeat(4, 2)
+    still = (
+        rng.integers(0, 256, (7, HEIGHT // 4, WIDTH // 4, 3), dtype=np.uint8)
+        .repeat(4, 1)
+        .repeat(4, 2)
+    )
     muxer = {"movflags": "+faststart"}
-    return write(path, picture=lambda number: still[number % 7], encoder=encoder or {"bf": "0"}, muxer=muxer)
+    return write(
+        path, picture=lambda number: still[number % 7], encoder=encoder or {"bf": "0"}, muxer=muxer
+    )
 
 
 def test_a_header_that_claims_more_than_there_is(tmp_path: Path) -> None:
@@ -314,7 +376,9 @@ def test_a_header_that_claims_more_than_there_is(tmp_path: Path) -> None:
     frames = decode(str(path), longer, plan_frames(longer, FrameOptions(), SMALL))
     assert (frames.frames_lost, len(frames.pts)) == (10, 10)
     thrice = replace(info, duration=3 * info.duration, frames=3 * info.frames)
-    assert failure(path, thrice, plan_frames(thrice, FrameOptions(), SMALL)).code == "truncated_file"
+    assert (
+        failure(path, thrice, plan_frames(thrice, FrameOptions(), SMALL)).code == "truncated_file"
+    )
 
 
 def test_a_file_replaced_by_a_playlist(tmp_path: Path) -> None:
@@ -388,12 +452,16 @@ TIGHT = Limits(deadline=2.0, cpu_seconds=10, memory_bytes=512 << 20)
         ("not_there", TIGHT, "decode_error"),
     ],
 )
-def test_a_broken_decoder_costs_one_failure(stand_ins: Path, name: str, limits: Limits, code: str) -> None:
+def test_a_broken_decoder_costs_one_failure(
+    stand_ins: Path, name: str, limits: Limits, code: str
+) -> None:
     info, plan = planned(stand_ins)
     broken = {"broken": f"stand_ins:{name}"}
     assert failure(stand_ins, info, plan, limits=limits, decoders=broken).code == code
     # the next decoder has its turn, and the next video finds everything in order
-    frames = decode(str(stand_ins), info, plan, replace(limits, deadline=max(6, limits.deadline)), broken | PYAV)
+    frames = decode(
+        str(stand_ins), info, plan, replace(limits, deadline=max(6, limits.deadline)), broken | PYAV
+    )
     assert (frames.decoder, len(frames.pts)) == ("pyav", 4)
 
 
@@ -402,7 +470,13 @@ def test_failures_leave_nothing_behind(stand_ins: Path) -> None:
     decode(str(stand_ins), info, plan)
     before = len(os.listdir("/proc/self/fd"))
     for name in ("abort", "sleep", "raises") * 3:
-        failure(stand_ins, info, plan, limits=replace(TIGHT, deadline=0.2), decoders={"broken": f"stand_ins:{name}"})
+        failure(
+            stand_ins,
+            info,
+            plan,
+            limits=replace(TIGHT, deadline=0.2),
+            decoders={"broken": f"stand_ins:{name}"},
+        )
     decode(str(stand_ins), info, plan)
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -411,14 +485,17 @@ def test_failures_leave_nothing_behind(stand_ins: Path) -> None:
 def test_a_decoding_process_may_be_killed_at_any_moment(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """By a system that runs out of memory, say. It costs the attempt, and is told from a decoder's own failure."""
+    """By a system that runs out of memory, say. It costs the attempt, and is told from a decoder's
+    own failure."""
     info, plan = planned(stand_ins)
     close_workers()
     with monkeypatch.context() as patch:
         if when == "starting":
             patch.setattr(sys, "executable", "/bin/false")
         elif when == "ending":  # its pipes are closed a moment before it is gone
-            (tmp_path / "ending").write_text("#!/bin/sh\necho ready\nread job\nexec >&-\nexec sleep 60\n")
+            (tmp_path / "ending").write_text(
+                "#!/bin/sh\necho ready\nread job\nexec >&-\nexec sleep 60\n"
+            )
             (tmp_path / "ending").chmod(0o755)
             patch.setattr(sys, "executable", str(tmp_path / "ending"))
         elif when == "idle":
@@ -427,7 +504,9 @@ def test_a_decoding_process_may_be_killed_at_any_moment(
             worker.process.kill()
             worker.process.wait()
             noticed = iter([True])  # not yet
-            patch.setattr(Worker, "alive", property(lambda self: next(noticed, self.process.poll() is None)))
+            patch.setattr(
+                Worker, "alive", property(lambda self: next(noticed, self.process.poll() is None))
+            )
         else:
             run = Worker.run
 
@@ -437,11 +516,14 @@ def test_a_decoding_process_may_be_killed_at_any_moment(
 
             patch.setattr(Worker, "run", run_and_be_killed)
         one = {"sleep": "stand_ins:sleep"} if when == "at work" else PYAV
-        assert failure(stand_ins, info, plan, limits=replace(TIGHT, deadline=20), decoders=one).code == "decode_crashed"
+        assert (
+            failure(stand_ins, info, plan, limits=replace(TIGHT, deadline=20), decoders=one).code
+            == "decode_crashed"
+        )
     assert len(decode(str(stand_ins), info, plan).pts) == 4
 
 
-# -------------------------------------------------------------------------------------------- object storage
+# ----------------------------------------------------------------------------------- object storage
 
 
 @pytest.fixture(scope="module")
@@ -489,7 +571,10 @@ def test_from_object_storage(
     large = large_clip(tmp_path / "l.mp4")  # its index lies at the end
     uri = bucket("large.mp4", large.read_bytes())
     few, many = FrameOptions(nframes=4), FrameOptions(fps=8)
-    for options, decoder in ((few, "pyav"), (many, "decord")):  # in pieces; a download, which is decord's then
+    for options, decoder in (
+        (few, "pyav"),
+        (many, "decord"),
+    ):  # in pieces; a download, which is decord's then
         frames = decoded(uri, options)
         assert frames.decoder == decoder
         assert np.array_equal(frames.pixels, decoded(large, options).pixels)

@@ -1,5 +1,5 @@
-"""One line per requirement: a file, made here, and its exact outcome from the probe to the pixels. Each picture tells
-its own number, so a wrong frame is seen."""
+"""One line per requirement: a file, made here, and its exact outcome from the probe to the pixels.
+Each picture tells its own number, so a wrong frame is seen."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ FOUR = FrameOptions(nframes=4)
 
 @dataclass(frozen=True)
 class Line:
-    """A file and what becomes of it; `code` where it fails, else the numbers of the frames and the rest."""
+    """A file and what becomes of it; `code` where it fails, else the numbers of the frames and the
+    rest."""
 
     name: str
     make: Callable[[Path], Any]
@@ -41,7 +42,9 @@ class Line:
     rotation: int = 0
     lost: int = 0
     size: tuple[int, int] = (96, 128)  # height, width as shown
-    pts: Callable[[int], float] = field(default=lambda number: number / RATE)  # s from the first frame shown
+    pts: Callable[[int], float] = field(
+        default=lambda number: number / RATE
+    )  # s from the first frame shown
     near: int = 0  # frames by which a container's clock may be off
     options: FrameOptions = FOUR
 
@@ -51,7 +54,10 @@ def numbered(number: int, height: int = 96, width: int = 128) -> np.ndarray:
     image = np.full((height, width, 3), 30, np.uint8)
     for bit in range(6):
         if number >> bit & 1:
-            image[height // 4 : 3 * height // 4, width * (2 * bit + 2) // 16 : width * (2 * bit + 4) // 16] = 220
+            image[
+                height // 4 : 3 * height // 4,
+                width * (2 * bit + 2) // 16 : width * (2 * bit + 4) // 16,
+            ] = 220
     return image
 
 
@@ -80,12 +86,16 @@ def clip(
     def make(path: Path) -> None:
         options = {"x265-params": "log-level=none"} | encoder if codec == "libx265" else encoder
         with av.open(str(path), "w", format=container, options=muxer or {}) as out:
-            stream = out.add_stream(codec, rate=RATE, options={k.replace("_", "-"): v for k, v in options.items()})
+            stream = out.add_stream(
+                codec, rate=RATE, options={k.replace("_", "-"): v for k, v in options.items()}
+            )
             stream.height, stream.width, stream.pix_fmt = *size, pix_fmt
             if rotation:
                 stream.set_display_rotation(rotation)
             for number in range(count):
-                frame = av.VideoFrame.from_ndarray(numbered(number, *size), format="rgb24").reformat(format=pix_fmt)
+                frame = av.VideoFrame.from_ndarray(
+                    numbered(number, *size), format="rgb24"
+                ).reformat(format=pix_fmt)
                 frame.pts, frame.time_base = when(number), Fraction(1, RATE)
                 out.mux(stream.encode(frame))
             out.mux(stream.encode())
@@ -280,8 +290,14 @@ def check(line: Line, path: Path) -> None:
     assert (info.height, info.width, info.rotation) == (*line.size, line.rotation)
     shown = [number_of(image, line.rotation) for image in frames.pixels]
     assert shown == pytest.approx(line.numbers, abs=line.near)
-    assert frames.pts == pytest.approx([line.pts(n) for n in line.numbers], abs=0.002 + line.near / RATE)
-    assert (plan.tokens, frames.frames_lost, frames.rotation) == (line.tokens, line.lost, line.rotation)
+    assert frames.pts == pytest.approx(
+        [line.pts(n) for n in line.numbers], abs=0.002 + line.near / RATE
+    )
+    assert (plan.tokens, frames.frames_lost, frames.rotation) == (
+        line.tokens,
+        line.lost,
+        line.rotation,
+    )
     assert frames.pixels.shape == (len(line.numbers), plan.height, plan.width, 3)
 
 
@@ -304,7 +320,8 @@ def test_bad(line: Line, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*NAMES, os.fsdecode(b"no-utf8-\xff")], ids=ascii)
 def test_a_name_is_just_a_name(name: str, tmp_path: Path) -> None:
-    """A folder of that name holds a video and an empty file; the message about the latter is one printable line."""
+    """A folder of that name holds a video and an empty file; the message about the latter is one
+    printable line."""
     (tmp_path / "in").mkdir()
     folder = tmp_path / "in" / name
     folder.mkdir(exist_ok=True)

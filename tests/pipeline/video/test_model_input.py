@@ -1,5 +1,5 @@
-"""From a file to a model's input, beside Hugging Face's own processors on the full frames: the same tokens, one by one,
-and pixels within the tolerance of the resize."""
+"""From a file to a model's input, beside Hugging Face's own processors on the full frames: the same
+tokens, one by one, and pixels within the tolerance of the resize."""
 
 from __future__ import annotations
 
@@ -45,11 +45,18 @@ def footage(height: int, width: int) -> np.ndarray:
     """Soft shapes that move, as footage has them; (COUNT, height, width, 3) uint8."""
     y, x = np.mgrid[:height, :width] / 40
     waves = [np.sin(x + n / 9) * np.cos(y - n / 13 + k) for n in range(COUNT) for k in range(3)]
-    return (127 + 120 * np.stack(waves)).astype(np.uint8).reshape(COUNT, 3, height, width).transpose(0, 2, 3, 1)
+    return (
+        (127 + 120 * np.stack(waves))
+        .astype(np.uint8)
+        .reshape(COUNT, 3, height, width)
+        .transpose(0, 2, 3, 1)
+    )
 
 
 @pytest.fixture(scope="module", params=[(144, 176), (90, 250)], ids=str)
-def clip(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, np.ndarray]:
+def clip(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, np.ndarray]:
     """A file, and its frames as they come out of it."""
     height, width = request.param
     path = tmp_path_factory.mktemp("clip") / "v.mp4"
@@ -62,17 +69,26 @@ def clip(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
     with av.open(str(path)) as container:
-        return str(path), np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+        return str(path), np.stack(
+            [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        )
 
 
-def theirs(checkpoint: Checkpoint, images: np.ndarray, numbers: list[int], span: int, **options: Any) -> Any:
-    """What the family's processor makes of full frames with these numbers, sampled from `span` frames."""
+def theirs(
+    checkpoint: Checkpoint, images: np.ndarray, numbers: list[int], span: int, **options: Any
+) -> Any:
+    """What the family's processor makes of full frames with these numbers, sampled from `span`
+    frames."""
     if checkpoint.config.model_type != "llava_onevision":
         options["cap_pixels_per_frame"] = True
     return checkpoint.processor(
         text=[checkpoint.render(PROMPT)],
         videos=[torch.from_numpy(images[numbers]).permute(0, 3, 1, 2)],
-        video_metadata=[VideoMetadata(total_num_frames=span, fps=RATE, duration=span / RATE, frames_indices=numbers)],
+        video_metadata=[
+            VideoMetadata(
+                total_num_frames=span, fps=RATE, duration=span / RATE, frames_indices=numbers
+            )
+        ],
         do_sample_frames=False,
         return_mm_token_type_ids=True,
         **options,
@@ -117,20 +133,27 @@ def test_tokens_and_pixels_are_those_of_the_familys_processor(
 def test_the_cap_of_qwen_vl_utils_is_on_unless_the_checkpoint_says_no(
     name: str, families: Callable[[str], Path]
 ) -> None:
-    """Nine tenths of so many tokens' pixels, an even share for each frame; a small number, so that it binds here."""
+    """Nine tenths of so many tokens' pixels, an even share for each frame; a small number, so that
+    it binds here."""
     checkpoint = Checkpoint.load(str(families(name)))
     video, factor = checkpoint.processor.video_processor, checkpoint.geometry.factor
     assert checkpoint.geometry.total_pixels is None  # this one's configuration says so
     video.cap_pixels_per_frame = None
-    assert checkpoint.family.geometry(checkpoint.processor).total_pixels == int(128_000 * factor**2 * 0.9)
+    assert checkpoint.family.geometry(checkpoint.processor).total_pixels == int(
+        128_000 * factor**2 * 0.9
+    )
     video.size = {"shortest_edge": 4 * factor**2, "longest_edge": 768 * factor**2}
     video.max_video_tokens = 300
     geometry, seen = checkpoint.family.geometry(checkpoint.processor), set()
     for count in (2, 6, 12, 40):
         info = VideoInfo("v", 1, "1", "mp4", "h264", count / 2, 0.0, count, True, 2.0, 240, 320, 0)
         plan = plan_frames(info, FrameOptions(), geometry)
-        out = video(videos=[torch.zeros(count, 3, 240, 320, dtype=torch.uint8)], cap_pixels_per_frame=True)
-        assert plan.tokens == int(torch.as_tensor(out["video_grid_thw"]).prod()) // video.merge_size**2
+        out = video(
+            videos=[torch.zeros(count, 3, 240, 320, dtype=torch.uint8)], cap_pixels_per_frame=True
+        )
+        assert (
+            plan.tokens == int(torch.as_tensor(out["video_grid_thw"]).prod()) // video.merge_size**2
+        )
         seen.add((plan.height, plan.width))
     assert len(seen) > 2
     video.cap_pixels_per_frame = False

@@ -23,7 +23,13 @@ def pictures(count: int = COUNT) -> np.ndarray:
 
 
 def write(
-    path: Path, codec: str, container: str, pix_fmt: str = "yuv420p", rotation: int = 0, start: int = 0, **options: str
+    path: Path,
+    codec: str,
+    container: str,
+    pix_fmt: str = "yuv420p",
+    rotation: int = 0,
+    start: int = 0,
+    **options: str,
 ) -> Path:
     with av.open(str(path), "w", format=container, options=options) as out:
         stream = out.add_stream(codec, rate=RATE)
@@ -42,7 +48,9 @@ def sound(path: Path) -> Path:
     with av.open(str(path), "w") as out:
         stream = out.add_stream("aac", rate=16000, layout="mono")
         for k in range(20):
-            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame = av.AudioFrame.from_ndarray(
+                np.zeros((1, 1024), np.float32), format="fltp", layout="mono"
+            )
             frame.sample_rate, frame.pts = 16000, k * 1024
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
@@ -72,7 +80,12 @@ KINDS = [
 
 @pytest.mark.parametrize(("name", "codec", "container", "pix_fmt", "expected"), KINDS)
 def test_containers(
-    tmp_path: Path, name: str, codec: str, container: str, pix_fmt: str, expected: tuple[str, str, bool]
+    tmp_path: Path,
+    name: str,
+    codec: str,
+    container: str,
+    pix_fmt: str,
+    expected: tuple[str, str, bool],
 ) -> None:
     path = write(tmp_path / name, codec, container, pix_fmt)
     info = probe(str(path))
@@ -81,7 +94,11 @@ def test_containers(
     assert info.frames == COUNT
     assert info.duration == pytest.approx(COUNT / RATE, abs=0.02)
     assert info.fps == pytest.approx(RATE, rel=0.01)
-    assert (info.uri, info.size_bytes, info.version) == (str(path), path.stat().st_size, str(path.stat().st_mtime_ns))
+    assert (info.uri, info.size_bytes, info.version) == (
+        str(path),
+        path.stat().st_size,
+        str(path.stat().st_mtime_ns),
+    )
 
 
 @pytest.mark.parametrize("rotation", [90, 180, 270])
@@ -135,7 +152,9 @@ def bundled() -> list[Path]:
 
 def test_real_footage() -> None:
     infos = [probe(str(path)) for path in bundled()]
-    seen = {Path(info.uri).stem: (info.height, info.width, info.frames, info.exact) for info in infos}
+    seen = {
+        Path(info.uri).stem: (info.height, info.width, info.frames, info.exact) for info in infos
+    }
     assert seen == {
         "bigbuckbunny": (720, 1280, 132, True),
         "bikes": (272, 640, 250, True),
@@ -144,7 +163,7 @@ def test_real_footage() -> None:
     }
 
 
-# ------------------------------------------------------------------------------------------------ bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 def test_missing(tmp_path: Path) -> None:
@@ -166,7 +185,10 @@ def test_empty(tmp_path: Path) -> None:
         b"\x89PNG\r\n\x1a\n" + bytes(200),
         b"\xff\xd8\xff\xe0\x00\x10JFIF" + bytes(200),
         b"\x00\x00\x00\x1cftypavif" + bytes(200),
-        b"\x00\x00\x00\x18ftypmp42" + b"\x00\x00\x00\x00mp42isom" + b"\x00\x00\x00\x10free" + bytes(8),  # no moov
+        b"\x00\x00\x00\x18ftypmp42"
+        + b"\x00\x00\x00\x00mp42isom"
+        + b"\x00\x00\x00\x10free"
+        + bytes(8),  # no moov
         b"\x1aE\xdf\xa3" + bytes(500),
         b"x",
     ],
@@ -207,9 +229,20 @@ def test_a_frame_too_large_to_decode_is_refused(tmp_path: Path) -> None:
     assert failure(path).code == "too_large"
 
 
-NAMES = ["a b.mp4", "a#1%20.mp4", "dt=2025-01-01,x.mp4", 'it\'s "it".mp4', "видео-日本.mp4", "concat:x.mp4", "-i.mp4"]
+NAMES = [
+    "a b.mp4",
+    "a#1%20.mp4",
+    "dt=2025-01-01,x.mp4",
+    'it\'s "it".mp4',
+    "видео-日本.mp4",
+    "concat:x.mp4",
+    "-i.mp4",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_just_names(tmp_path: Path, name: str) -> None:
-    assert probe(str(write(tmp_path / "w.mp4", "libx264", "mp4").rename(tmp_path / name))).frames == COUNT
+    assert (
+        probe(str(write(tmp_path / "w.mp4", "libx264", "mp4").rename(tmp_path / name))).frames
+        == COUNT
+    )

@@ -1,4 +1,5 @@
-"""Windows of long videos: where they lie, what they are called, and that one pass finds what several would."""
+"""Windows of long videos: where they lie, what they are called, and that one pass finds what
+several would."""
 
 from __future__ import annotations
 
@@ -47,15 +48,19 @@ def _no_worker_left() -> Iterator[None]:
 
 
 def video(seconds: float = 100.0, fps: float = 10.0, uri: str = "/v.mp4") -> VideoInfo:
-    return VideoInfo(uri, 1, "1", "mp4", "h264", seconds, 0.0, round(seconds * fps), True, fps, 240, 320, 0)
+    return VideoInfo(
+        uri, 1, "1", "mp4", "h264", seconds, 0.0, round(seconds * fps), True, fps, 240, 320, 0
+    )
 
 
-def planned(info: VideoInfo, window: tuple[float, float] | None, name: str = "", context: int = 10) -> Planned:
+def planned(
+    info: VideoInfo, window: tuple[float, float] | None, name: str = "", context: int = 10
+) -> Planned:
     plan = plan_frames(info, FrameOptions(), GEOMETRY, window)
     return Planned(name or f"{window}", Item(info.uri, "?"), info, plan, context, window)
 
 
-# ------------------------------------------------------------------------------------------------- where they lie
+# ----------------------------------------------------------------------------------- where they lie
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,9 @@ def planned(info: VideoInfo, window: tuple[float, float] | None, name: str = "",
         (1000, 0, [(0, 100)]),
     ],
 )
-def test_windows_cover_the_video(seconds: float, overlap: float, found: list[tuple[float, float]]) -> None:
+def test_windows_cover_the_video(
+    seconds: float, overlap: float, found: list[tuple[float, float]]
+) -> None:
     assert windows(video(), FrameOptions(), seconds, overlap) == found
 
 
@@ -80,7 +87,12 @@ def test_windows_lie_in_the_chosen_part() -> None:
 
 
 @settings(deadline=None)
-@given(st.floats(0.2, 500), st.floats(0.5, 200), st.floats(0, 0.9), st.sampled_from([8.0, 23.976, 30.0]))
+@given(
+    st.floats(0.2, 500),
+    st.floats(0.5, 200),
+    st.floats(0, 0.9),
+    st.sampled_from([8.0, 23.976, 30.0]),
+)
 def test_windows_without_overlap_share_no_frame_and_miss_none(
     length: float, seconds: float, overlap: float, fps: float
 ) -> None:
@@ -88,7 +100,9 @@ def test_windows_without_overlap_share_no_frame_and_miss_none(
     found = windows(info, FrameOptions(), seconds, overlap * seconds)
     assert found[0][0] == 0
     assert found[-1][1] == info.duration
-    assert all(a[0] < b[0] <= a[1] + 1e-6 < b[1] + 2e-6 or b is found[-1] for a, b in pairwise(found))
+    assert all(
+        a[0] < b[0] <= a[1] + 1e-6 < b[1] + 2e-6 or b is found[-1] for a, b in pairwise(found)
+    )
     if not overlap and seconds * fps >= 1:
         every = FrameOptions(fps=fps, min_frames=1, max_frames=10**6)
         single = replace(GEOMETRY, temporal_patch_size=1)
@@ -97,14 +111,16 @@ def test_windows_without_overlap_share_no_frame_and_miss_none(
         assert abs(len(times) - info.frames) <= len(found)  # counts are rounded down
 
 
-# ------------------------------------------------------------------------------------------------- what they are called
+# ----------------------------------------------------------------------------- what they are called
 
 
 def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) -> None:
     item = Item(str(clips / "v.mp4"), "a")
 
     def pending(job: Job) -> list[Pending]:
-        return list(Requests([item, replace(item, prompt="b")], job, "r", set()).without_row(frozenset()))
+        return list(
+            Requests([item, replace(item, prompt="b")], job, "r", set()).without_row(frozenset())
+        )
 
     plain = {p.request_id for p in pending(Job())}
     cut = pending(Job(window_seconds=2.0))
@@ -116,11 +132,17 @@ def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) 
     assert {p.request_id for p in pending(Job(window_seconds=2.0, window_overlap=0.0))} == names
 
 
-def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window_takes(clips: Path) -> None:
+def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window_takes(
+    clips: Path,
+) -> None:
     bad = clips / "later.mp4"
 
     def first() -> Pending:
-        found = list(Requests([Item(str(bad), "a")], Job(window_seconds=2.0), "r", set()).without_row(frozenset()))
+        found = list(
+            Requests([Item(str(bad), "a")], Job(window_seconds=2.0), "r", set()).without_row(
+                frozenset()
+            )
+        )
         return found[0]
 
     bad.write_bytes(b"")
@@ -131,12 +153,16 @@ def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window
 def test_flags_of_windows() -> None:
     job = parse_job(["--input", "x", "--window-seconds", "30", "--window-overlap", "5"], "test")
     assert (job.window_seconds, job.window_overlap) == (30.0, 5.0)
-    for words in (["--window-seconds", "0"], ["--window-overlap", "1"], ["--window-seconds=2", "--window-overlap=2"]):
+    for words in (
+        ["--window-seconds", "0"],
+        ["--window-overlap", "1"],
+        ["--window-seconds=2", "--window-overlap=2"],
+    ):
         with pytest.raises(UsageError, match="--window-"):
             parse_job(["--input", "x", *words], "test")
 
 
-# -------------------------------------------------------------------------------------------------------- one pass
+# ----------------------------------------------------------------------------------------- one pass
 
 
 def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
@@ -144,8 +170,19 @@ def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
     halves = [planned(info, (k * 10.0, k * 10.0 + 10), f"{k}") for k in range(10)]
     names = [[r.request_id for r in span.requests] for span in spans(halves)]
     assert names == [[str(k) for k in range(SPAN)], [str(k) for k in range(SPAN, 10)]]
-    mixed = [halves[0], halves[1], halves[3], planned(other, (0.0, 10.0), "x"), planned(other, None, "y")]
-    assert [[r.request_id for r in span.requests] for span in spans(mixed)] == [["0", "1"], ["3"], ["x"], ["y"]]
+    mixed = [
+        halves[0],
+        halves[1],
+        halves[3],
+        planned(other, (0.0, 10.0), "x"),
+        planned(other, None, "y"),
+    ]
+    assert [[r.request_id for r in span.requests] for span in spans(mixed)] == [
+        ["0", "1"],
+        ["3"],
+        ["x"],
+        ["y"],
+    ]
     twice = [halves[0], replace(halves[0], request_id="again"), halves[1]]
     [span] = spans(twice)
     assert (len(span.requests), span.plan.windows) == (3, 2)
@@ -154,7 +191,9 @@ def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
 
 def test_waves_hold_windows_in_order() -> None:
     info = video()
-    requests = [planned(info, (k * 10.0, k * 10.0 + 10), f"{k}{p}", 10 + k) for p in "ab" for k in range(3)]
+    requests = [
+        planned(info, (k * 10.0, k * 10.0 + 10), f"{k}{p}", 10 + k) for p in "ab" for k in range(3)
+    ]
     [wave] = waves.cut((*requests, planned(video(uri="/w.mp4"), None, "w", 11)), lambda _: 8)
     assert [r.request_id for r in wave] == ["0a", "0b", "1a", "1b", "2a", "2b", "w"]
 
@@ -182,7 +221,10 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_pass_finds_what_several_find(clips: Path, name: str, overlap: float) -> None:
     uri = str(clips / name)
     info = probe(uri)
-    plans = [plan_frames(info, FrameOptions(fps=3), GEOMETRY, w) for w in windows(info, FrameOptions(), 2.0, overlap)]
+    plans = [
+        plan_frames(info, FrameOptions(fps=3), GEOMETRY, w)
+        for w in windows(info, FrameOptions(), 2.0, overlap)
+    ]
     assert len({(plan.height, plan.width) for plan in plans}) == 1
     whole = merged(plans)
     together = decode(uri, info, whole)

@@ -39,9 +39,15 @@ def test_a_draft_step_reads_what_it_keeps() -> None:
     assert LLAMA.weights_read(Draft("full")) == LLAMA.weights_read()
     assert LLAMA.weights_read(Draft("full", weights="int8")) == LLAMA.weights_read() / 2
     half = Draft("full", depth=0.5)
-    assert LLAMA.step_bytes([1000], half) == LLAMA.projection_bytes / 2 + LLAMA.head_bytes + 500 * LLAMA.entry_bytes
+    assert (
+        LLAMA.step_bytes([1000], half)
+        == LLAMA.projection_bytes / 2 + LLAMA.head_bytes + 500 * LLAMA.entry_bytes
+    )
     sparse = Draft("full", channels=0.5)
-    assert LLAMA.weights_read(sparse, rows=4, union=0.92) == 0.92 * LLAMA.projection_bytes + LLAMA.head_bytes
+    assert (
+        LLAMA.weights_read(sparse, rows=4, union=0.92)
+        == 0.92 * LLAMA.projection_bytes + LLAMA.head_bytes
+    )
 
 
 def test_experts_that_are_not_asked_are_not_read() -> None:
@@ -56,10 +62,19 @@ def test_experts_that_are_not_asked_are_not_read() -> None:
 def test_a_video_models_text_stack_is_what_counts() -> None:
     config = Qwen2VLConfig()
     text = config.get_text_config()
-    assert Account.of(config).layers == text.num_hidden_layers and Account.of(config).hidden == text.hidden_size
+    assert (
+        Account.of(config).layers == text.num_hidden_layers
+        and Account.of(config).hidden == text.hidden_size
+    )
 
 
-@given(st.floats(0.05, 0.95), st.floats(0.05, 0.95), st.integers(1, 16), st.floats(0.5, 4), st.floats(1, 4))
+@given(
+    st.floats(0.05, 0.95),
+    st.floats(0.05, 0.95),
+    st.integers(1, 16),
+    st.floats(0.5, 4),
+    st.floats(1, 4),
+)
 def test_savings_are_equal_at_the_crossover(
     keep_kv: float, union: float, rows: int, weight_bytes: float, kv_bytes: float
 ) -> None:
@@ -74,7 +89,9 @@ def test_savings_are_equal_at_the_crossover(
 
 @given(st.floats(0, 1), st.integers(0, 12))
 def test_expected_tokens_are_the_sum_over_what_is_accepted(acceptance: float, gamma: int) -> None:
-    assert tokens_per_round(acceptance, gamma) == pytest.approx(sum(acceptance**i for i in range(gamma + 1)))
+    assert tokens_per_round(acceptance, gamma) == pytest.approx(
+        sum(acceptance**i for i in range(gamma + 1))
+    )
 
 
 def test_a_speedup_is_tokens_over_time() -> None:
@@ -87,14 +104,18 @@ PLACES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1,
 
 
 @given(st.floats(0.01, 0.99), st.integers(0, 12), st.integers(1, 5))
-def test_a_chance_that_is_the_same_everywhere_is_an_acceptance(a: float, gamma: int, places: int) -> None:
+def test_a_chance_that_is_the_same_everywhere_is_an_acceptance(
+    a: float, gamma: int, places: int
+) -> None:
     found = Chances((a,) * places)
     assert found.tokens(gamma) == pytest.approx(tokens_per_round(a, gamma))
     assert found.rate(gamma) == pytest.approx(a if gamma else 0.0)
 
 
 @given(PLACES, st.floats(0.02, 0.98), st.integers(1, 14))
-def test_chances_are_moved_by_the_same_odds_everywhere(seen: list[tuple[int, int]], first: float, gamma: int) -> None:
+def test_chances_are_moved_by_the_same_odds_everywhere(
+    seen: list[tuple[int, int]], first: float, gamma: int
+) -> None:
     found = chances(*zip(*seen, strict=True))
     assert all(0 < p < 1 for p in found.by_place)
     moved = found.moved(first)
@@ -105,8 +126,12 @@ def test_chances_are_moved_by_the_same_odds_everywhere(seen: list[tuple[int, int
     assert 1 < found.tokens(gamma) < gamma + 1 and found.tokens(gamma) <= found.tokens(gamma + 1)
 
 
-@given(st.lists(st.floats(0.02, 0.98), min_size=1, max_size=6), st.integers(0, 8), st.integers(40, 80))
-def test_rounds_are_those_of_every_way_a_text_can_go(places: list[float], gamma: int, tokens: int) -> None:
+@given(
+    st.lists(st.floats(0.02, 0.98), min_size=1, max_size=6), st.integers(0, 8), st.integers(40, 80)
+)
+def test_rounds_are_those_of_every_way_a_text_can_go(
+    places: list[float], gamma: int, tokens: int
+) -> None:
     """Counted out: a round writes k tokens and leaves the rest to others."""
     found = Chances(tuple(places))
     reached = [math.prod(map(found.at, range(place))) for place in range(gamma + 2)]
@@ -119,11 +144,13 @@ def test_rounds_are_those_of_every_way_a_text_can_go(places: list[float], gamma:
 
 
 def test_what_is_looked_up_is_wrong_at_once_or_right_for_long() -> None:
-    """Counts of a run: 201 of 347 rounds were refused at once, 58 accepted to the end; tokens per round of every γ are
-    those of the run, which no single acceptance gives."""
+    """Counts of a run: 201 of 347 rounds were refused at once, 58 accepted to the end; tokens per
+    round of every γ are those of the run, which no single acceptance gives."""
     ends = (201, 39, 11, 14, 8, 7, 5, 4)
     reached = [58 + sum(ends[place:]) for place in range(9)]
     found = chances(reached[1:], ends)
     for gamma in range(1, 9):
-        assert found.tokens(gamma) == pytest.approx(sum(reached[: gamma + 1]) / reached[0], rel=0.01)
+        assert found.tokens(gamma) == pytest.approx(
+            sum(reached[: gamma + 1]) / reached[0], rel=0.01
+        )
     assert found.rate(8) > found.rate(2) + 0.1

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from transformers import Qwen2VLConfig
 
 from std_core.cost_model.account import Account
-from std_core.cost_model.device_specs import NAMED, PUBLISHED, device_at_hand, published, published_name, unmeasured
+from std_core.cost_model.device_specs import (
+    NAMED,
+    PUBLISHED,
+    device_at_hand,
+    published,
+    published_name,
+    unmeasured,
+)
 from std_core.cost_model.profile import (
     VERSION,
     Accepted,
@@ -69,7 +76,9 @@ def test_a_cost_is_found_again(scale: float, constant: float, token: float, entr
 
 @given(st.lists(st.tuples(positive, positive, positive), min_size=1, max_size=12))
 def test_weights_are_never_negative(rows: list[tuple[float, float, float]]) -> None:
-    weights, (median, high) = non_negative([(1.0, *row[:2]) for row in rows], [row[2] for row in rows])
+    weights, (median, high) = non_negative(
+        [(1.0, *row[:2]) for row in rows], [row[2] for row in rows]
+    )
     assert all(w >= 0 for w in weights) and 0 <= median <= high + 1e-12
 
 
@@ -84,7 +93,9 @@ def test_a_profile_is_its_json() -> None:
 
 def test_a_draft_has_to_find_nearly_all_that_its_model_finds() -> None:
     assert Retrieved(512, 32, 30, 27).enough and not Retrieved(512, 32, 30, 26).enough
-    assert not Retrieved(512, 32, 15, 15).enough  # a model that finds little tells nothing of its draft
+    assert not Retrieved(
+        512, 32, 15, 15
+    ).enough  # a model that finds little tells nothing of its draft
 
 
 @pytest.mark.parametrize(
@@ -104,9 +115,13 @@ def test_what_is_no_profile_is_refused(change: dict[str, object], why: str) -> N
 
 def test_acceptance_is_of_what_was_measured_near_by_and_of_its_kind() -> None:
     std, pair = PROFILE.drafts
-    assert std.accepts(512, "caption").by_place == pytest.approx((9.5 / 11,), rel=1e-3)  # the other is 4 octaves away
+    assert std.accepts(512, "caption").by_place == pytest.approx(
+        (9.5 / 11,), rel=1e-3
+    )  # the other is 4 octaves away
     assert std.accepts(9000, "caption").by_place == pytest.approx((6.5 / 11,), rel=1e-3)
-    assert std.accepts(2048, "caption").by_place == pytest.approx((15.5 / 21,))  # between the two: both alike
+    assert std.accepts(2048, "caption").by_place == pytest.approx(
+        (15.5 / 21,)
+    )  # between the two: both alike
     assert std.accepts(700, "question") == std.accepts(700, "caption")  # for want of its own
     assert std.accepts(700, "caption", drawn=True) == std.accepts(700, "caption")
     assert pair.accepts(1, "question", drawn=True).by_place == pytest.approx((0.5, 0.25))
@@ -114,7 +129,10 @@ def test_acceptance_is_of_what_was_measured_near_by_and_of_its_kind() -> None:
 
 def test_unions_are_of_the_nearest_batch() -> None:
     assert PROFILE.union_of(Draft("full", channels=0.5), 6) == 0.95
-    assert PROFILE.union_of(Draft("full", channels=0.3), 6) is None and PROFILE.union_of(Draft("std"), 6) is None
+    assert (
+        PROFILE.union_of(Draft("full", channels=0.3), 6) is None
+        and PROFILE.union_of(Draft("std"), 6) is None
+    )
 
 
 def test_devices_are_known_by_their_drivers_names() -> None:
@@ -149,5 +167,9 @@ def test_a_model_is_counted_whole_without_being_loaded() -> None:
         tie_word_embeddings=True,
     )  # fmt: skip
     account = whole_account(config, 2, 2)
-    assert account.tower_width == 32 and account.patches == 4 and 0 < account.tower < account.parameters
+    assert (
+        account.tower_width == 32
+        and account.patches == 4
+        and 0 < account.tower < account.parameters
+    )
     assert account.parameters - account.tower > account.layers * account.projections

@@ -25,16 +25,20 @@ def test_accept_equal_counts_the_leading_equal_tokens(rows: int, gamma: int, rng
 
 
 def distribution_error(broken: bool) -> float:
-    """χ² per degree of freedom of the first two tokens that speculative sampling writes, against the full model's."""
+    """χ² per degree of freedom of the first two tokens that speculative sampling writes, against
+    the full model's."""
     rng = torch.Generator().manual_seed(3)
     vocabulary, gamma = 5, 2
     q = torch.rand(1, gamma, vocabulary, generator=rng).softmax(-1).pow(3)
     p = torch.rand(1, gamma + 1, vocabulary, generator=rng).mul(3).softmax(-1)
     q /= q.sum(-1, keepdim=True)
     many_q, many_p = q.expand(DRAWS, -1, -1), p.expand(DRAWS, -1, -1)
-    drafted = torch.stack([torch.multinomial(q[0, i], DRAWS, True, generator=rng) for i in range(gamma)], dim=1)
+    drafted = torch.stack(
+        [torch.multinomial(q[0, i], DRAWS, True, generator=rng) for i in range(gamma)], dim=1
+    )
     n, tokens = accept_sampled(drafted, many_q if not broken else many_q.flip(-1), many_p, rng)
-    # where the first token was a rejection's, the second is the next round's: here drawn from p at once
+    # where the first token was a rejection's, the second is the next round's: here drawn from p at
+    # once
     fresh = torch.multinomial(p[0, 1], DRAWS, True, generator=rng)
     second = torch.where(n > 0, tokens[:, 1], fresh)
     counts = torch.bincount(tokens[:, 0] * vocabulary + second, minlength=vocabulary**2).double()
@@ -55,7 +59,9 @@ def test_a_draft_of_the_same_distribution_is_always_accepted(same: bool) -> None
     rng = torch.Generator().manual_seed(0)
     p = torch.rand(500, 4, 7, generator=rng).softmax(-1)
     q = p[:, :3] if same else p[:, :3].roll(1, -1)
-    drafted = torch.stack([torch.multinomial(q[:, i], 1, generator=rng)[:, 0] for i in range(3)], dim=1)
+    drafted = torch.stack(
+        [torch.multinomial(q[:, i], 1, generator=rng)[:, 0] for i in range(3)], dim=1
+    )
     n, tokens = accept_sampled(drafted, q, p, rng)
     assert bool((n == 3).all()) is same
     rows = torch.arange(500)

@@ -16,7 +16,9 @@ STOP = 9
 def slots_of(rows: int) -> Slots:
     """Slots of a model that is nothing but its sizes."""
     model = SimpleNamespace(
-        device="cpu", vocabulary=10, new_cache=lambda count: Cache(["cpu"], count, 1, 1, torch.float32)
+        device="cpu",
+        vocabulary=10,
+        new_cache=lambda count: Cache(["cpu"], count, 1, 1, torch.float32),
     )
     return Slots.empty(model, rows, torch.Generator())  # type: ignore[arg-type]
 
@@ -33,7 +35,9 @@ def test_commit_keeps_what_a_row_may_keep(rows: int, gamma: int, rng: random.Ran
     slots.active = torch.tensor([rng.random() < 0.8 for _ in range(rows)])
     slots.stop_ids = torch.full((rows, 1), STOP)
     slots.reserve_history(80)
-    tokens = torch.tensor([[rng.choice((1, 2, 3, STOP)) for _ in range(gamma + 1)] for _ in range(rows)])
+    tokens = torch.tensor(
+        [[rng.choice((1, 2, 3, STOP)) for _ in range(gamma + 1)] for _ in range(rows)]
+    )
     accepted = torch.tensor([rng.randint(0, gamma) for _ in range(rows)])
     done = commit(slots, tokens, accepted, torch.zeros(rows, dtype=torch.bool))
     for row in range(rows):
@@ -43,16 +47,25 @@ def test_commit_keeps_what_a_row_may_keep(rows: int, gamma: int, rng: random.Ran
         new = new[: left[row]]
         assert done.kept[row] == len(new)
         assert bool(done.stopped[row]) == (STOP in new)
-        assert slots.length[row] == length[row] + len(new) and slots.left[row] == left[row] - len(new)
-        assert slots.position[row] == slots.draft_length[row] == slots.total[row] == slots.written[row]
+        assert slots.length[row] == length[row] + len(new) and slots.left[row] == left[row] - len(
+            new
+        )
+        assert (
+            slots.position[row] == slots.draft_length[row] == slots.total[row] == slots.written[row]
+        )
         assert slots.history[row, length[row] : slots.total[row]].tolist() == new
         if new:
             assert slots.last[row] == new[-1]
         assert done.accepted[row] <= done.proposed[row] <= gamma
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=25), min_size=1, max_size=4), st.integers(1, 6))
-def test_prompt_lookup_continues_the_newest_longest_match(texts: list[list[int]], gamma: int) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=25), min_size=1, max_size=4),
+    st.integers(1, 6),
+)
+def test_prompt_lookup_continues_the_newest_longest_match(
+    texts: list[list[int]], gamma: int
+) -> None:
     slots = slots_of(len(texts))
     slots.reserve_history(max(map(len, texts)) + gamma)
     for row, text in enumerate(texts):
@@ -62,7 +75,11 @@ def test_prompt_lookup_continues_the_newest_longest_match(texts: list[list[int]]
     for row, text in enumerate(texts):
         wanted = [text[-1]] * gamma
         for n in (3, 2, 1):
-            ends = [e for e in range(n, len(text)) if text[e - n : e] == text[-n:]] if n < len(text) else []
+            ends = (
+                [e for e in range(n, len(text)) if text[e - n : e] == text[-n:]]
+                if n < len(text)
+                else []
+            )
             if ends:
                 known = text[ends[-1] :]
                 wanted = [known[i % len(known)] for i in range(gamma)]

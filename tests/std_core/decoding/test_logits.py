@@ -27,7 +27,9 @@ def rules(draw: st.DrawFn) -> Rule | None:
         return None
     asked = [
         RepetitionPenaltyLogitsProcessor(draw(st.sampled_from([0.8, 1.05, 1.3]))),
-        MinNewTokensLengthLogitsProcessor(5, draw(st.integers(1, 9)), draw(st.sampled_from([[3], [0, 7]]))),
+        MinNewTokensLengthLogitsProcessor(
+            5, draw(st.integers(1, 9)), draw(st.sampled_from([[3], [0, 7]]))
+        ),
         TemperatureLogitsWarper(draw(st.sampled_from([0.01, 0.7, 1.5]))),
         TopKLogitsWarper(draw(st.sampled_from([1, 5, 40, 500]))),
         TopPLogitsWarper(draw(st.sampled_from([0.001, 0.5, 0.95, 1.0]))),
@@ -37,8 +39,15 @@ def rules(draw: st.DrawFn) -> Rule | None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(rules(), min_size=1, max_size=4), st.integers(1, 4), st.booleans(), st.integers(0, 2**31))
-def test_all_rows_at_once_are_transformers_own(asked: list[Rule | None], width: int, coarse: bool, seed: int) -> None:
+@given(
+    st.lists(rules(), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_all_rows_at_once_are_transformers_own(
+    asked: list[Rule | None], width: int, coarse: bool, seed: int
+) -> None:
     """Coarse scores have ties."""
     rng = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(asked), width, 60, generator=rng) * 3
@@ -47,7 +56,10 @@ def test_all_rows_at_once_are_transformers_own(asked: list[Rule | None], width: 
     lengths = torch.randint(1, 30 - width, (len(asked),), generator=rng)
     bends = Bends.of(asked, 60, CPU)
     assert bends is not None
-    got, want = bends.apply(logits.clone(), history, lengths), bend(logits.clone(), asked, history, lengths)
+    got, want = (
+        bends.apply(logits.clone(), history, lengths),
+        bend(logits.clone(), asked, history, lengths),
+    )
     if coarse:  # of equal scores at the edge of the mass any may be cut
         assert torch.equal(got.sort(-1).values, want.sort(-1).values)
     else:

@@ -41,17 +41,23 @@ def test_snapkv_keeps_the_sinks_besides() -> None:
 
 
 def test_specvlm_is_one_set_of_a_nucleus_and_an_even_sample_of_the_rest() -> None:
-    """λ = 0.6 of the mass lies in places 3 and 9 (mean over layers and heads); four more of the other ten are even."""
+    """λ = 0.6 of the mass lies in places 3 and 9 (mean over layers and heads); four more of the
+    other ten are even."""
     one, other = torch.full((2, 2, 12), 1.0)
     one[0, 3], other[1, 9] = 40.0, 30.0
     sets = select(Draft("specvlm", k=6, nucleus=0.6), [one, other], 0)
     assert len({str(s[head].tolist()) for s in sets for head in (0, 1)}) == 1
     assert sets[0][0].tolist() == [1, 3, 4, 7, 9, 10]
-    assert select(Draft("specvlm", k=1, nucleus=0.6), [one, other], 0)[0].tolist() == [[3], [3]]  # capped by the budget
+    assert select(Draft("specvlm", k=1, nucleus=0.6), [one, other], 0)[0].tolist() == [
+        [3],
+        [3],
+    ]  # capped by the budget
 
 
 @given(st.integers(2, 200), st.floats(0.05, 1.0), st.floats(0.05, 1.0), st.integers(0, 2**31))
-def test_a_nucleus_is_the_smallest_set_with_its_mass(visual: int, nucleus: float, keep: float, seed: int) -> None:
+def test_a_nucleus_is_the_smallest_set_with_its_mass(
+    visual: int, nucleus: float, keep: float, seed: int
+) -> None:
     mass = torch.rand(1, visual, generator=torch.Generator().manual_seed(seed)) ** 4 + 1e-6
     draft = Draft("specvlm", keep=keep, nucleus=nucleus)
     chosen = set(select(draft, [mass], 0)[0][0].tolist())
@@ -65,7 +71,9 @@ def test_a_nucleus_is_the_smallest_set_with_its_mass(visual: int, nucleus: float
 
 def test_random_differs_between_layers_rows_and_seeds_and_repeats_itself() -> None:
     mass = [torch.zeros(1, 1000)] * 2
-    pick = lambda seed, layer, row: select(Draft("random", k=50, seed=seed), mass, row)[layer].tolist()
+    pick = lambda seed, layer, row: select(Draft("random", k=50, seed=seed), mass, row)[
+        layer
+    ].tolist()
     assert pick(0, 0, 0) == pick(0, 0, 0)
     assert len({str(pick(*where)) for where in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))}) == 4
 

@@ -16,15 +16,23 @@ RULES = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(RULES, min_size=1, max_size=5), st.integers(1, 3), st.integers(2, 300), st.integers(0, 2**31))
-def test_each_row_draws_as_its_rule_has_it(rules: list[Rule | None], width: int, vocabulary: int, seed: int) -> None:
-    """Rows with a seed draw the same in any company; greedy ones and empty slots take the maximum; the others' tokens
-    depend on the generator alone."""
+@given(
+    st.lists(RULES, min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.integers(2, 300),
+    st.integers(0, 2**31),
+)
+def test_each_row_draws_as_its_rule_has_it(
+    rules: list[Rule | None], width: int, vocabulary: int, seed: int
+) -> None:
+    """Rows with a seed draw the same in any company; greedy ones and empty slots take the maximum;
+    the others' tokens depend on the generator alone."""
     rng = torch.Generator().manual_seed(seed)
     scores = torch.randn(len(rules), width, vocabulary, generator=rng)
     places = torch.randint(1000, (len(rules), width), generator=rng)
     tokens, again = (
-        choose(scores, Draws.of(rules, torch.Generator().manual_seed(generator)), places) for generator in (seed, seed)
+        choose(scores, Draws.of(rules, torch.Generator().manual_seed(generator)), places)
+        for generator in (seed, seed)
     )
     assert torch.equal(tokens, again)
     for row, rule in enumerate(rules):
@@ -32,4 +40,6 @@ def test_each_row_draws_as_its_rule_has_it(rules: list[Rule | None], width: int,
         if rule is None or not rule.sample:
             assert torch.equal(tokens[row], scores[row].argmax(-1))
         elif rule.seed is not None:
-            assert torch.equal(tokens[alone], choose(scores[alone], Draws.of([rule], rng), places[alone]))
+            assert torch.equal(
+                tokens[alone], choose(scores[alone], Draws.of([rule], rng), places[alone])
+            )

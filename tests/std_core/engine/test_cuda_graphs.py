@@ -1,6 +1,6 @@
-"""Rounds as they are recorded into CUDA graphs. Nothing can be recorded here; that a round asks the host for nothing,
-and that what it reads stays where it was, is held by a stand-in for the recorder, with the Triton kernels in Triton's
-interpreter."""
+"""Rounds as they are recorded into CUDA graphs. Nothing can be recorded here; that a round asks the
+host for nothing, and that what it reads stays where it was, is held by a stand-in for the recorder,
+with the Triton kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ from std_core.kernels.attention import SPLIT
 from std_core.kernels.devices import TRITON
 from std_core.types import Draft, Pace, Request, Sampling
 
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "lift_fresh")
+WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "unique",
+    "lift_fresh",
+)
 
 
 class NoHost(TorchDispatchMode):
@@ -35,7 +43,11 @@ class NoHost(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         assert not name.startswith(WAITS), f"a round calls {name}"
         if name.startswith("index"):
-            masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if isinstance(args[1], list) else []
+            masks = (
+                [i for i in args[1] if i is not None and i.dtype == torch.bool]
+                if isinstance(args[1], list)
+                else []
+            )
             assert not masks, f"a round calls {name} with a mask"
         return func(*args, **(kwargs or {}))
 
@@ -58,7 +70,8 @@ def _refuse(name: str) -> Callable[..., Any]:
 
 
 class StandIn:
-    """In place of CUDA graphs: runs a round again, which may not wait and must find everything where it was."""
+    """In place of CUDA graphs: runs a round again, which may not wait and must find everything
+    where it was."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
@@ -81,7 +94,9 @@ class StandIn:
 
 
 def addresses(slots: Slots) -> list[int]:
-    caches = [x for cache in (slots.prefix, slots.own, slots.draft) for x in (*cache.key, *cache.value)]
+    caches = [
+        x for cache in (slots.prefix, slots.own, slots.draft) for x in (*cache.key, *cache.value)
+    ]
     records = (slots, slots.groups, slots.draws, slots.bends)
     small = [x for record in records for x in vars(record).values() if isinstance(x, torch.Tensor)]
     return [x.data_ptr() for x in (*caches, *small)]
@@ -110,7 +125,11 @@ def llama(families: Callable[[str], Path]) -> Engine:
 
 LIVELY = Sampling(7, temperature=0.8, top_k=20, top_p=0.9, seed=3)
 ASKED = [
-    Request(f"{n}", " ".join(["red square", "blue circle moves", "the scene up", "left"][: 1 + n] * 14), sampling=s)
+    Request(
+        f"{n}",
+        " ".join(["red square", "blue circle moves", "the scene up", "left"][: 1 + n] * 14),
+        sampling=s,
+    )
     for n, s in enumerate((Sampling(9, 2, repetition_penalty=1.2), Sampling(3), LIVELY))
 ]
 
@@ -123,7 +142,8 @@ ASKED = [
 def test_a_recorded_round_asks_the_host_for_nothing(
     llama: Engine, request: pytest.FixtureRequest, draft: Draft | None, mode: Any
 ) -> None:
-    """And writes what the CPU's path writes: rows come and go, some have processors or draw with a seed."""
+    """And writes what the CPU's path writes: rows come and go, some have processors or draw with a
+    seed."""
     want = {r.request_id: r.token_ids for r in llama.run(ASKED, draft, mode=mode)}
     stand_in: StandIn = request.getfixturevalue("stand_in")
     got = {r.request_id: r.token_ids for r in llama.run(ASKED, draft, mode=mode)}
@@ -131,7 +151,9 @@ def test_a_recorded_round_asks_the_host_for_nothing(
     assert 0 < stand_in.recorded <= stand_in.replayed
 
 
-def test_rounds_of_each_gamma_are_recorded_for_themselves(llama: Engine, request: pytest.FixtureRequest) -> None:
+def test_rounds_of_each_gamma_are_recorded_for_themselves(
+    llama: Engine, request: pytest.FixtureRequest
+) -> None:
     """Dense ones too, in between, and all in the room that was made for the widest."""
     asked = [replace(r, sampling=Sampling(n)) for r, n in zip(ASKED, (4, 24, 4), strict=True)]
     want = {r.request_id: r.token_ids for r in llama.run(asked, None)}
@@ -145,7 +167,9 @@ def test_rounds_of_each_gamma_are_recorded_for_themselves(llama: Engine, request
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_no_family_asks_the_host(family: str, families: Callable[[str], Path], stand_in: StandIn) -> None:
+def test_no_family_asks_the_host(
+    family: str, families: Callable[[str], Path], stand_in: StandIn
+) -> None:
     """One drafted round of each, under the guard."""
     model = Engine.load(str(families(family))).model
     slots = grid.filled(model, 1, 80)
@@ -182,9 +206,15 @@ def test_the_pools_take_what_was_foretold(llama: Engine, stand_in: StandIn) -> N
     draft = Draft("std", keep=0.3, gamma=2)
     (result,) = llama.run([ASKED[2]], draft)
     slots, model = stand_in.slots[-1], llama.model
-    taken = sum(x.nbytes for cache in (slots.prefix, slots.own, slots.draft) for x in (*cache.key, *cache.value))
+    taken = sum(
+        x.nbytes
+        for cache in (slots.prefix, slots.own, slots.draft)
+        for x in (*cache.key, *cache.value)
+    )
     entry = model.layers * model.kv_heads * model.head_dim * 2 * model.dtype.itemsize
     prompt = result.num_prompt_tokens + result.num_visual_tokens
     shared = prompt - 64  # of a prompt without a video all but its tail
-    assert taken == pool_bytes(entry, 2, prompt, shared, shared, ASKED[2].sampling.max_tokens, draft)
+    assert taken == pool_bytes(
+        entry, 2, prompt, shared, shared, ASKED[2].sampling.max_tokens, draft
+    )
     assert taken % (entry * SPLIT) == 0

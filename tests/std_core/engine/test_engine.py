@@ -1,4 +1,5 @@
-"""The engine against Hugging Face's `generate`, and what becomes of requests that cannot be answered."""
+"""The engine against Hugging Face's `generate`, and what becomes of requests that cannot be
+answered."""
 
 from __future__ import annotations
 
@@ -38,17 +39,23 @@ POLICIES = {
     "composition": Draft("std", keep=0.3, channels=0.6, gamma=5),
     "int8": Draft("full", weights="int8", gamma=6),
     "int4": Draft("std", weights="int4", gamma=2),
-    "everything": Draft("snapkv", keep=0.5, channels=0.5, depth=0.8, weights="int4", refresh=1, gamma=3),
+    "everything": Draft(
+        "snapkv", keep=0.5, channels=0.5, depth=0.8, weights="int4", refresh=1, gamma=3
+    ),
 }
 
 
 @pytest.fixture(scope="session")
-def expected(engine: Engine, requests: list[Request], generate: Callable[[Engine, Request], list[int]]) -> dict:
+def expected(
+    engine: Engine, requests: list[Request], generate: Callable[[Engine, Request], list[int]]
+) -> dict:
     return {r.request_id: generate(engine, r) for r in requests}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_are_those_of_generate(engine: Engine, requests: list[Request], expected: dict, policy: str) -> None:
+def test_tokens_are_those_of_generate(
+    engine: Engine, requests: list[Request], expected: dict, policy: str
+) -> None:
     results = list(engine.run(requests, POLICIES[policy]))
     assert {r.request_id: r.token_ids for r in results} == expected
     assert len(results) == len(requests)
@@ -90,7 +97,9 @@ def test_a_round_can_reject(engine: Engine, requests: list[Request], expected: d
     assert {r.request_id: r.token_ids for r in results} == expected
 
 
-def test_a_stop_id_inside_a_draft_ends_the_row_there(engine: Engine, requests: list[Request], expected: dict) -> None:
+def test_a_stop_id_inside_a_draft_ends_the_row_there(
+    engine: Engine, requests: list[Request], expected: dict
+) -> None:
     longest = max(expected, key=lambda name: len(expected[name]))
     tokens = expected[longest]
     stop = next(t for t in tokens[3:] if tokens.index(t) >= 3)
@@ -112,7 +121,10 @@ def test_accounts_of_a_result(engine: Engine, requests: list[Request]) -> None:
         assert result.kv_keep == pytest.approx(kept / fed.ids.shape[1])
         assert sum(result.accept_counts) == result.rounds
         assert result.accepted <= result.proposed <= result.rounds * draft.gamma
-        assert result.finish_reason == "length" and len(result.token_ids) == request.sampling.max_tokens
+        assert (
+            result.finish_reason == "length"
+            and len(result.token_ids) == request.sampling.max_tokens
+        )
 
 
 def test_bad_requests_fail_alone(engine: Engine, requests: list[Request], expected: dict) -> None:
@@ -142,7 +154,9 @@ def test_bad_requests_fail_alone(engine: Engine, requests: list[Request], expect
     assert all(results[r.request_id].token_ids == expected[r.request_id] for r in good)
 
 
-def test_requests_are_taken_only_as_slots_become_free(engine: Engine, requests: list[Request]) -> None:
+def test_requests_are_taken_only_as_slots_become_free(
+    engine: Engine, requests: list[Request]
+) -> None:
     taken: list[str] = []
 
     def source() -> Iterator[Request]:
@@ -161,12 +175,17 @@ def test_a_limit_of_one_token_is_the_prefill_alone(engine: Engine, requests: lis
     assert len(result.token_ids) == 1 and result.rounds == 0 and result.finish_reason == "length"
 
 
-# ------------------------------------------------------------------------------------------------ slots and prefixes
+# ------------------------------------------------------------------------------- slots and prefixes
 
 
-def test_questions_on_one_video_share_its_vision_pass_and_its_prefix(tiny_model: Path, requests: list[Request]) -> None:
+def test_questions_on_one_video_share_its_vision_pass_and_its_prefix(
+    tiny_model: Path, requests: list[Request]
+) -> None:
     clip = requests[4].frames
-    asked = [Request(f"q{i}", f"What is in scene {i}?", clip, "clip", sampling=Sampling(12)) for i in range(8)]
+    asked = [
+        Request(f"q{i}", f"What is in scene {i}?", clip, "clip", sampling=Sampling(12))
+        for i in range(8)
+    ]
     engine = Engine.load(str(tiny_model), max_num_seqs=8)
     shared = {r.request_id: r for r in engine.run(asked, Draft())}
     assert (engine.counters.vision_passes, engine.counters.prefix_prefills) == (1, 1)
@@ -178,7 +197,10 @@ def test_questions_on_one_video_share_its_vision_pass_and_its_prefix(tiny_model:
 def test_prefixes_that_are_kept_outlive_a_run(tiny_model: Path, requests: list[Request]) -> None:
     asked = [replace(r, video=r.request_id) for r in requests[:3]]
     engine = Engine.load(str(tiny_model), max_num_seqs=4, keep_prefixes=True)
-    runs = [{r.request_id: r.token_ids for r in engine.run(asked, d)} for d in (None, Draft(), Draft("random", k=1))]
+    runs = [
+        {r.request_id: r.token_ids for r in engine.run(asked, d)}
+        for d in (None, Draft(), Draft("random", k=1))
+    ]
     assert runs[0] == runs[1] == runs[2]
     assert (engine.counters.vision_passes, engine.counters.prefix_prefills) == (3, 3)
 
@@ -197,7 +219,10 @@ def test_a_round_begins_with_full_slots_wherever_a_request_is_at_hand(
 ) -> None:
     """`late`: every second time that the stream is asked there is none yet."""
     engine = Engine.load(str(tiny_model), max_num_seqs=3, prefill_chunk=16)
-    short = [replace(r, sampling=replace(r.sampling, max_tokens=3 + n % 4)) for n, r in enumerate(requests)]
+    short = [
+        replace(r, sampling=replace(r.sampling, max_tokens=3 + n % 4))
+        for n, r in enumerate(requests)
+    ]
     stream = iter([offered for r in short for offered in ((None, r) if late else (r,))])
     left, seated, round_of = [len(short)], [], Batch._round
 
@@ -222,7 +247,8 @@ def test_a_round_begins_with_full_slots_wherever_a_request_is_at_hand(
 def test_a_run_leaves_no_caches_behind(
     engine: Engine, requests: list[Request], draft: Draft | None, whole: bool
 ) -> None:
-    """Nor does one that is left half way: the next wave's come where they were, and two do not fit a device."""
+    """Nor does one that is left half way: the next wave's come where they were, and two do not fit
+    a device."""
     made: list[weakref.ref[Slots]] = []
     empty = Slots.empty
 
@@ -249,13 +275,17 @@ def test_a_run_leaves_no_caches_behind(
 def test_slots_are_refilled_at_once(tiny_model: Path, requests: list[Request]) -> None:
     rng = random.Random(1)
     clip = requests[0].frames
-    asked = [Request(str(i), "?", clip, "clip", sampling=Sampling(rng.randint(4, 60))) for i in range(64)]
+    asked = [
+        Request(str(i), "?", clip, "clip", sampling=Sampling(rng.randint(4, 60))) for i in range(64)
+    ]
     engine = Engine.load(str(tiny_model), max_num_seqs=8)
     assert len(list(engine.run(asked, None))) == 64
     assert engine.counters.utilisation(8) >= 0.9
 
 
-def test_rows_go_on_while_no_request_is_ready(engine: Engine, requests: list[Request], expected: dict) -> None:
+def test_rows_go_on_while_no_request_is_ready(
+    engine: Engine, requests: list[Request], expected: dict
+) -> None:
     def source() -> Iterator[Request | None]:
         yield from (None, requests[0], None, None, requests[1])
         while "r0" not in done:
@@ -273,14 +303,18 @@ def test_images_and_several_videos_in_one_prompt(
 ) -> None:
     a, b = requests[0].frames, requests[2].frames
     assert a is not None and b is not None
-    for shown in ({"frames": a, "videos": (b,)}, {"images": (a[0], b[0])}, {"frames": b, "images": (a[1],)}):
+    for shown in (
+        {"frames": a, "videos": (b,)},
+        {"images": (a[0], b[0])},
+        {"frames": b, "images": (a[1],)},
+    ):
         request = Request("mixed", "What is the same?", sampling=Sampling(20), **shown)  # type: ignore[arg-type]
         for draft in (None, Draft("random", gamma=3)):
             (result,) = engine.run([request], draft)
             assert result.token_ids == generate(engine, request)
 
 
-# ------------------------------------------------------------------------------------------- drafts beyond selection
+# -------------------------------------------------------------------------- drafts beyond selection
 
 
 @pytest.fixture(scope="session")
@@ -292,7 +326,11 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = demo_model.build("demo", words)
     text = model.config.text_config
     text.num_hidden_layers, text.hidden_size, text.intermediate_size = 2, 96, 128
-    text.num_attention_heads, text.num_key_value_heads, text.layer_types = 3, 1, text.layer_types[:2]
+    text.num_attention_heads, text.num_key_value_heads, text.layer_types = (
+        3,
+        1,
+        text.layer_types[:2],
+    )
     model.config.vision_config.hidden_size = 96
     demo_model.save(type(model)(model.config).float(), words, folder)
     return folder
@@ -301,7 +339,9 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_second_model_drafts_and_changes_no_token(
     engine: Engine, requests: list[Request], expected: dict, other_model: Path
 ) -> None:
-    results = list(engine.run(requests, Draft("specvlm", keep=0.3, gamma=4, model=str(other_model))))
+    results = list(
+        engine.run(requests, Draft("specvlm", keep=0.3, gamma=4, model=str(other_model)))
+    )
     assert {r.request_id: r.token_ids for r in results} == expected
     assert all(r.weight_keep < 0.4 and r.kv_keep < 1 for r in results)
 
@@ -309,9 +349,13 @@ def test_a_second_model_drafts_and_changes_no_token(
 def test_a_second_model_that_is_the_first_is_always_accepted(
     engine: Engine, requests: list[Request], tiny_model: Path
 ) -> None:
-    """Its cache has what it would have had without rejections, also after rounds that were accepted whole."""
+    """Its cache has what it would have had without rejections, also after rounds that were accepted
+    whole."""
     sampling = Sampling(24, temperature=0.9, seed=3)
-    asked = [*requests, *(replace(r, request_id=r.request_id + "s", sampling=sampling) for r in requests)]
+    asked = [
+        *requests,
+        *(replace(r, request_id=r.request_id + "s", sampling=sampling) for r in requests),
+    ]
     results = list(engine.run(asked, Draft("std", keep=1.0, gamma=4, model=str(tiny_model))))
     assert sum(r.proposed for r in results) > 50
     assert [r.accepted for r in results] == [r.proposed for r in results]
@@ -321,7 +365,8 @@ def test_rounds_between_two_chunks_leave_a_second_models_prefill_alone(
     engine: Engine, requests: list[Request], tiny_model: Path
 ) -> None:
     def filled(rounds: bool) -> torch.Tensor:
-        """The second model's keys of a row that was prefilled in small chunks, beside one that was decoding or not."""
+        """The second model's keys of a row that was prefilled in small chunks, beside one that was
+        decoding or not."""
         draft = Draft("std", keep=1.0, gamma=2, model=str(tiny_model))
         batch = Batch(replace(engine, prefill_chunk=7), draft, engine.checkpoint.inputs)
         for slot, request in enumerate((requests[0], requests[1])):
@@ -339,7 +384,9 @@ def test_rounds_between_two_chunks_leave_a_second_models_prefill_alone(
         torch.testing.assert_close(filled(rounds=True), filled(rounds=False))
 
 
-def test_second_models_that_cannot_draft_are_refused(engine: Engine, tmp_path: Path, requests: list[Request]) -> None:
+def test_second_models_that_cannot_draft_are_refused(
+    engine: Engine, tmp_path: Path, requests: list[Request]
+) -> None:
     words = demo_model.tokenizer()
     words.add_tokens(["<another>"])
     model = demo_model.build("demo", words)
@@ -366,21 +413,26 @@ def test_cheaper_weights_are_counted(engine: Engine, requests: list[Request]) ->
     assert 0.5 < keep["half"] < 0.57 and 0.4 < keep["two"] < 0.47  # the head is read whole
 
 
-def test_unverified_decoding_writes_what_the_draft_would(engine: Engine, requests: list[Request]) -> None:
+def test_unverified_decoding_writes_what_the_draft_would(
+    engine: Engine, requests: list[Request]
+) -> None:
     """With everything kept that is the model's own text; with little of it another."""
     dense = {r.request_id: r.token_ids for r in engine.run(requests, None)}
     for draft in (Draft("full", gamma=4), Draft("std", keep=1.0, gamma=1)):
         results = list(engine.run(requests, draft, mode="sparse"))
         assert {r.request_id: r.token_ids for r in results} == dense
         assert all(r.proposed == r.accepted == 0 for r in results)
-    few = {r.request_id: r.token_ids for r in engine.run(requests, Draft("random", k=1, gamma=3), mode="sparse")}
+    few = {
+        r.request_id: r.token_ids
+        for r in engine.run(requests, Draft("random", k=1, gamma=3), mode="sparse")
+    }
     assert few != dense
     for draft in (None, Draft("ngram"), Draft("full", depth=0.4), Draft(model="x")):
         with pytest.raises(ValueError, match="sparse"):
             next(engine.run(requests, draft, mode="sparse"))
 
 
-# ---------------------------------------------------------------------------------------------- layers over devices
+# ------------------------------------------------------------------------------ layers over devices
 
 
 def test_layers_are_spread_in_order_and_all_else_stays_together(engine: Engine) -> None:
@@ -395,19 +447,24 @@ def test_layers_are_spread_in_order_and_all_else_stays_together(engine: Engine) 
         spread(engine.model.hf, ["a"] * 6)
 
 
-@pytest.mark.parametrize("draft", [None, Draft("std", refresh=1), Draft("specvlm", weights="int8", depth=0.8)])
+@pytest.mark.parametrize(
+    "draft", [None, Draft("std", refresh=1), Draft("specvlm", weights="int8", depth=0.8)]
+)
 def test_a_model_over_two_devices_writes_the_same(
     tiny_model: Path, requests: list[Request], expected: dict, draft: Draft | None
 ) -> None:
-    """As far as a CPU can tell, which torch counts once: accelerate's hooks run, but no tensor is ever found on the
-    wrong device."""
-    assert devices_from("cuda", 2) == ["cuda:0", "cuda:1"] and devices_from("cuda:2", 2) == ["cuda:2", "cuda:3"]
+    """As far as a CPU can tell, which torch counts once: accelerate's hooks run, but no tensor is
+    ever found on the wrong device."""
+    assert devices_from("cuda", 2) == ["cuda:0", "cuda:1"] and devices_from("cuda:2", 2) == [
+        "cuda:2",
+        "cuda:3",
+    ]
     two = Engine.load(str(tiny_model), pipeline_parallel_size=2, max_num_seqs=3)
     assert all(hasattr(layer, "_hf_hook") for layer in two.model.decoder.layers)
     assert {r.request_id: r.token_ids for r in two.run(requests, draft)} == expected
 
 
-# --------------------------------------------------------------------------------------------------------- strict
+# ------------------------------------------------------------------------------------------- strict
 
 
 @pytest.fixture(scope="session")
@@ -430,16 +487,23 @@ def various(requests: list[Request]) -> list[Request]:
     """Clips and questions on a shared clip, greedy and sampled."""
     asked = [replace(r, sampling=replace(r.sampling, max_tokens=24), video="") for r in requests]
     clip = requests[4].frames
-    asked += [Request("", f"What is in scene {i}?", clip, "clip", sampling=Sampling(16)) for i in range(3)]
+    asked += [
+        Request("", f"What is in scene {i}?", clip, "clip", sampling=Sampling(16)) for i in range(3)
+    ]
     drawn = Sampling(24, temperature=0.8, top_p=0.9, repetition_penalty=1.1)
     asked = [replace(r, request_id=str(i)) for i, r in enumerate(asked)]
-    return [replace(r, sampling=replace(drawn, seed=i)) if i % 5 == 0 else r for i, r in enumerate(asked)]
+    return [
+        replace(r, sampling=replace(drawn, seed=i)) if i % 5 == 0 else r
+        for i, r in enumerate(asked)
+    ]
 
 
 DRAFTS = (Draft(), Draft("random", k=2, gamma=8), Draft("ngram", gamma=4), Draft("full", gamma=6))
 
 
-def _texts(engine: Engine, requests: Iterable[Request], draft: Draft | None) -> dict[str, list[int]]:
+def _texts(
+    engine: Engine, requests: Iterable[Request], draft: Draft | None
+) -> dict[str, list[int]]:
     return {r.request_id: r.token_ids for r in engine.run(requests, draft)}
 
 
@@ -453,12 +517,17 @@ def test_strict_texts_are_the_dense_loops_in_bfloat16(
         engine = plain_halves(**settings)
         assert _texts(engine, reversed(various), draft) == dense
         assert engine.counters.vision_passes < len(various)
-    one, other = (_texts(plain_halves(max_num_seqs=3), various, draft) for draft in (None, DRAFTS[1]))
+    one, other = (
+        _texts(plain_halves(max_num_seqs=3), various, draft) for draft in (None, DRAFTS[1])
+    )
     assert one != other, "without `strict` nothing differs here either: the test shows nothing"
 
 
-def test_our_cpu_kernels_need_no_strict(halves: Callable[..., Engine], various: list[Request]) -> None:
-    """A row's sums are the same in any company and at any width, so bfloat16 texts are those of each request alone."""
+def test_our_cpu_kernels_need_no_strict(
+    halves: Callable[..., Engine], various: list[Request]
+) -> None:
+    """A row's sums are the same in any company and at any width, so bfloat16 texts are those of
+    each request alone."""
     engine = halves(max_num_seqs=1)
     if not loader.serves("linear", engine.model.embedding.weight):
         pytest.skip("no AVX512_BF16 or no compiler here")
@@ -467,12 +536,14 @@ def test_our_cpu_kernels_need_no_strict(halves: Callable[..., Engine], various: 
         assert _texts(halves(max_num_seqs=3), reversed(various), draft) == alone
 
 
-def test_strict_needs_room_for_gamma(halves: Callable[..., Engine], requests: list[Request]) -> None:
+def test_strict_needs_room_for_gamma(
+    halves: Callable[..., Engine], requests: list[Request]
+) -> None:
     with pytest.raises(ValueError, match="γ = 5"):
         next(halves(strict=5).run(requests, Draft(gamma=5)))
 
 
-# ------------------------------------------------------------------------------------------------------- sampling
+# ----------------------------------------------------------------------------------------- sampling
 
 
 @pytest.fixture(scope="session")
@@ -507,7 +578,9 @@ def test_without_a_seed_rows_of_all_kinds_share_a_batch(
     drawn = replace(requests[1], sampling=Sampling(30, temperature=1.0))
     seeded = replace(requests[2], sampling=Sampling(30, temperature=1.0, seed=5))
     for draft in (Draft(), Draft("ngram"), None):
-        results = {r.request_id: r.token_ids for r in engine.run([requests[0], drawn, seeded], draft)}
+        results = {
+            r.request_id: r.token_ids for r in engine.run([requests[0], drawn, seeded], draft)
+        }
         assert results["r0"] == expected["r0"]
         assert len(results["r1"]) == 30
     again = {r.request_id: r.token_ids for r in engine.run([seeded], None)}
@@ -516,7 +589,10 @@ def test_without_a_seed_rows_of_all_kinds_share_a_batch(
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, {"min_tokens": 12}])
 def test_processors_are_applied_as_generate_applies_them(
-    engine: Engine, requests: list[Request], generate: Callable[[Engine, Request], list[int]], settings: dict
+    engine: Engine,
+    requests: list[Request],
+    generate: Callable[[Engine, Request], list[int]],
+    settings: dict,
 ) -> None:
     greedy = generate(engine, replace(requests[3], sampling=Sampling(30)))
     stops = (greedy[2],) if "min_tokens" in settings else ()  # something to hold back
@@ -528,7 +604,9 @@ def test_processors_are_applied_as_generate_applies_them(
         assert result.token_ids == out
 
 
-def test_a_stop_text_ends_the_output_and_is_no_part_of_it(engine: Engine, requests: list[Request]) -> None:
+def test_a_stop_text_ends_the_output_and_is_no_part_of_it(
+    engine: Engine, requests: list[Request]
+) -> None:
     request = replace(requests[5], sampling=Sampling(30))
     (whole,) = engine.run([request], None)
     stop = whole.text[8:11]

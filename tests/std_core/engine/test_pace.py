@@ -48,7 +48,9 @@ def ragged(requests: list[Request]) -> list[Request]:
     """More than slots, which end at different times; every second text is drawn, with a seed."""
     drawn = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.1)
     limits = (19, 4, 11, 2, 16)
-    samplings = [replace(drawn, max_tokens=n, seed=n) if i % 2 else Sampling(n) for i, n in enumerate(limits)]
+    samplings = [
+        replace(drawn, max_tokens=n, seed=n) if i % 2 else Sampling(n) for i, n in enumerate(limits)
+    ]
     return [replace(r, sampling=s) for r, s in zip(requests[:5], samplings, strict=True)]
 
 
@@ -69,7 +71,10 @@ def watched(patch: pytest.MonkeyPatch) -> Rounds:
     def noted(batch: Batch, gamma: int) -> object:
         done = decoded(batch, gamma)
         rows = [slot for slot, row in enumerate(batch.rows) if row is not None]
-        firsts = [(int(done.accepted[slot] > 0), int(done.accepted[slot] == 0 < done.proposed[slot])) for slot in rows]
+        firsts = [
+            (int(done.accepted[slot] > 0), int(done.accepted[slot] == 0 < done.proposed[slot]))
+            for slot in rows
+        ]
         seen.append((len(rows), gamma, (sum(a for a, _ in firsts), sum(b for _, b in firsts))))
         return done
 
@@ -82,14 +87,18 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
     return watched(monkeypatch)
 
 
-# ------------------------------------------------------------------------------------------------------ the record
+# --------------------------------------------------------------------------------------- the record
 
 
 @given(paces(), st.integers(1, 9), st.floats(0, 1))
 def test_a_pace_looks_up_rows_and_acceptance(pace: Pace, rows: int, acceptance: float) -> None:
     classes = pace.gammas[min(rows, len(pace.gammas)) - 1]
     bounds = [(i / len(classes), (i + 1) / len(classes)) for i in range(len(classes))]
-    near = {g for g, (low, high) in zip(classes, bounds, strict=True) if low - 1e-9 <= acceptance <= high + 1e-9}
+    near = {
+        g
+        for g, (low, high) in zip(classes, bounds, strict=True)
+        if low - 1e-9 <= acceptance <= high + 1e-9
+    }
     assert pace.gamma(rows, acceptance) in near
     assert pace.least <= pace.gamma(rows, acceptance) <= pace.most
 
@@ -112,7 +121,7 @@ def test_a_table_with_holes_is_no_pace(gammas: tuple[tuple[int, ...], ...]) -> N
         Pace(gammas, 0.5)
 
 
-# ----------------------------------------------------------------------------------------------- texts don't change
+# ------------------------------------------------------------------------------- texts don't change
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -175,19 +184,32 @@ def test_strict_texts_are_the_dense_loops_in_bfloat16_at_any_pace(
 def test_draws_without_a_seed_go_on_through_dense_rounds(
     engine: Engine, ragged: list[Request], dense: Texts, draft_of: Callable[[str], Draft], name: str
 ) -> None:
-    fresh = [replace(r, sampling=Sampling(9, temperature=1.0)) if i in (1, 2) else r for i, r in enumerate(ragged)]
+    fresh = [
+        replace(r, sampling=Sampling(9, temperature=1.0)) if i in (1, 2) else r
+        for i, r in enumerate(ragged)
+    ]
     found = texts(engine.run([Pace(((4, 0, 2), (0,), (3, 1)), 0.5), *fresh], draft_of(name)))
     assert all(len(found[r.request_id]) == r.sampling.max_tokens for r in fresh)
-    assert all(found[r.request_id] == dense[r.request_id] for i, r in enumerate(ragged) if i not in (1, 2))
+    assert all(
+        found[r.request_id] == dense[r.request_id] for i, r in enumerate(ragged) if i not in (1, 2)
+    )
 
 
-# ------------------------------------------------------------------------------------------------- which γ, and when
+# -------------------------------------------------------------------------------- which γ, and when
 
 
-def test_gamma_follows_the_rows_that_are_left(engine: Engine, requests: list[Request], rounds: Rounds) -> None:
+def test_gamma_follows_the_rows_that_are_left(
+    engine: Engine, requests: list[Request], rounds: Rounds
+) -> None:
     of_rows = {1: 5, 2: 0, 3: 2}
-    asked = [replace(r, sampling=Sampling(n)) for r, n in zip(requests, (30, 16, 6, 6), strict=False)]
-    results = list(engine.run([Pace(tuple((g,) for g in of_rows.values()), 0.5), *asked], Draft("full", gamma=5)))
+    asked = [
+        replace(r, sampling=Sampling(n)) for r, n in zip(requests, (30, 16, 6, 6), strict=False)
+    ]
+    results = list(
+        engine.run(
+            [Pace(tuple((g,) for g in of_rows.values()), 0.5), *asked], Draft("full", gamma=5)
+        )
+    )
     assert {rows for rows, _, _ in rounds} == {1, 2, 3}
     assert all(gamma == of_rows[rows] for rows, gamma, _ in rounds)
     assert sum(r.drafted for r in results) == sum(rows * gamma for rows, gamma, _ in rounds)
@@ -201,7 +223,9 @@ def test_every_round_has_the_gamma_of_its_rows_and_of_what_was_seen(
     """By the table, read again from what each round had given; and twice the same."""
     pace = data.draw(paces())
     draft = Draft("random", k=1, gamma=WIDEST, seed=data.draw(st.integers(0, 3)))
-    asked = [replace(r, sampling=Sampling(n)) for r, n in zip(requests, (30, 8, 3, 16), strict=False)]
+    asked = [
+        replace(r, sampling=Sampling(n)) for r, n in zip(requests, (30, 8, 3, 16), strict=False)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         seen = watched(patch)
         first = list(engine.run([pace, *asked], draft))
@@ -209,13 +233,26 @@ def test_every_round_has_the_gamma_of_its_rows_and_of_what_was_seen(
         seen.clear()
         again = list(engine.run([pace, *asked], draft))
     assert once == seen
-    same = ("request_id", "token_ids", "rounds", "drafted", "proposed", "accepted", "accept_counts", "refuse_counts")
-    assert [[getattr(r, n) for n in same] for r in first] == [[getattr(r, n) for n in same] for r in again]
+    same = (
+        "request_id",
+        "token_ids",
+        "rounds",
+        "drafted",
+        "proposed",
+        "accepted",
+        "accept_counts",
+        "refuse_counts",
+    )
+    assert [[getattr(r, n) for n in same] for r in first] == [
+        [getattr(r, n) for n in same] for r in again
+    ]
     for number, (rows, gamma, _) in enumerate(once):
         lately = [judged for _, _, judged in once[:number]][-LATELY:]
         assert gamma == pace.gamma(rows, pace.acceptance(lately))
     assert sum(r.refuse_counts[0] for r in first) == sum(refused for _, _, (_, refused) in once)
-    assert sum(sum(r.accept_counts[1:]) for r in first) == sum(accepted for _, _, (accepted, _) in once)
+    assert sum(sum(r.accept_counts[1:]) for r in first) == sum(
+        accepted for _, _, (accepted, _) in once
+    )
 
 
 def test_a_gate_that_closes_opens_again_for_a_few_rounds(
@@ -226,7 +263,9 @@ def test_a_gate_that_closes_opens_again_for_a_few_rounds(
 ) -> None:
     """While what is drafted is refused, and until it is accepted."""
     good = False
-    monkeypatch.setattr("std_core.decoding.round.accept_equal", lambda d, t: accept_equal(d, t) * int(good))
+    monkeypatch.setattr(
+        "std_core.decoding.round.accept_equal", lambda d, t: accept_equal(d, t) * int(good)
+    )
     pace = Pace(((0, 4),), 0.9)  # drafts where more than half is accepted
     (asked,) = (replace(requests[0], sampling=Sampling(100)),)
     list(engine.run([pace, asked], Draft("full", gamma=4)))
@@ -239,11 +278,18 @@ def test_a_gate_that_closes_opens_again_for_a_few_rounds(
     assert Counter(gamma for _, gamma, _ in rounds) == {4: -(-99 // 5)}
 
 
-def test_a_pace_on_the_way_holds_from_there_on(engine: Engine, requests: list[Request], rounds: Rounds) -> None:
+def test_a_pace_on_the_way_holds_from_there_on(
+    engine: Engine, requests: list[Request], rounds: Rounds
+) -> None:
     asked = [replace(r, sampling=Sampling(8)) for r in requests[:4]]
     fixed = [Pace(((gamma,),), 0.5) for gamma in (1, 3)]
     alone = replace(engine, max_num_seqs=1, prefixes=None)
-    list(alone.run([asked[0], fixed[0], asked[1], fixed[0], fixed[1], asked[2], asked[3]], Draft("std", gamma=5)))
+    list(
+        alone.run(
+            [asked[0], fixed[0], asked[1], fixed[0], fixed[1], asked[2], asked[3]],
+            Draft("std", gamma=5),
+        )
+    )
     gammas = [gamma for _, gamma, _ in rounds]
     assert gammas == sorted(gammas, key=(5, 1, 3).index) and set(gammas) == {5, 1, 3}
 
@@ -256,5 +302,8 @@ def test_a_pace_beyond_the_drafts_gamma_is_refused(engine: Engine, requests: lis
 
 def test_unverified_decoding_has_no_pace(engine: Engine, requests: list[Request]) -> None:
     asked, draft = requests[:2], Draft("random", k=1, gamma=3)
-    plain, paced = (list(engine.run([*pace, *asked], draft, mode="sparse")) for pace in ([], [Pace(((0,),), 0.5)]))
+    plain, paced = (
+        list(engine.run([*pace, *asked], draft, mode="sparse"))
+        for pace in ([], [Pace(((0,),), 0.5)])
+    )
     assert texts(iter(plain)) == texts(iter(paced))

@@ -21,10 +21,16 @@ def test_planned_tokens_are_those_of_the_processor(
     checkpoint: Checkpoint, frames: int, height: int, width: int
 ) -> None:
     fed = checkpoint.inputs(
-        Request("a", "How many scenes are there?", torch.zeros(frames, height, width, 3, dtype=torch.uint8))
+        Request(
+            "a",
+            "How many scenes are there?",
+            torch.zeros(frames, height, width, 3, dtype=torch.uint8),
+        )
     )
     assert len(fed.visual) == checkpoint.geometry.tokens(frames, height, width)
-    assert fed.ids.shape[1] - len(fed.visual) == checkpoint.prompt_tokens("How many scenes are there?")
+    assert fed.ids.shape[1] - len(fed.visual) == checkpoint.prompt_tokens(
+        "How many scenes are there?"
+    )
 
 
 def test_geometry_is_the_checkpoints_own(checkpoint: Checkpoint) -> None:
@@ -32,7 +38,9 @@ def test_geometry_is_the_checkpoints_own(checkpoint: Checkpoint) -> None:
     assert checkpoint.max_model_len == 32768
 
 
-@pytest.mark.parametrize("prompt", ["", "Was läuft? 视频\n\t🎬", "{{ braces }} {% raw %}", "<|im_end|>"])
+@pytest.mark.parametrize(
+    "prompt", ["", "Was läuft? 视频\n\t🎬", "{{ braces }} {% raw %}", "<|im_end|>"]
+)
 def test_any_prompt_can_be_written(checkpoint: Checkpoint, prompt: str) -> None:
     fed = checkpoint.inputs(Request("a", prompt, torch.zeros(2, 84, 84, 3, dtype=torch.uint8)))
     assert fed.ids.shape[1] == checkpoint.prompt_tokens(prompt) + 9
@@ -40,7 +48,10 @@ def test_any_prompt_can_be_written(checkpoint: Checkpoint, prompt: str) -> None:
 
 
 def test_frames_of_a_size_that_cannot_be_cut_are_refused(checkpoint: Checkpoint) -> None:
-    for frames in (torch.zeros(84, 84, 3, dtype=torch.uint8), torch.zeros(2, 50, 84, 3, dtype=torch.uint8)):
+    for frames in (
+        torch.zeros(84, 84, 3, dtype=torch.uint8),
+        torch.zeros(2, 50, 84, 3, dtype=torch.uint8),
+    ):
         with pytest.raises(RequestError) as caught:
             checkpoint.inputs(Request("a", "?", frames))
         assert caught.value.code == "invalid_request"
@@ -64,7 +75,7 @@ def test_a_single_file_has_a_revision_of_its_own(tmp_path: Path) -> None:
     assert len(hashes) == 3
 
 
-# ------------------------------------------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------------------------- text
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +91,9 @@ def test_a_text_models_prompt_goes_through_its_template(llama: Checkpoint) -> No
     assert llama.tokenizer.decode(fed.ids[0]) == wanted
 
 
-def test_without_a_template_the_prompt_is_encoded_as_it_is(families: Callable[[str], Path], tmp_path: Path) -> None:
+def test_without_a_template_the_prompt_is_encoded_as_it_is(
+    families: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = shutil.copytree(families("llama"), tmp_path / "bare")
     (folder / "chat_template.jinja").unlink()
     bare = Checkpoint.load(str(folder))
@@ -120,11 +133,15 @@ def test_a_placeholder_in_the_prompt_is_refused(
     assert caught.value.code == "invalid_request"
 
 
-# ---------------------------------------------------------------------------------------------------------- refused
+# ------------------------------------------------------------------------------------------ refused
 
 
-@pytest.mark.parametrize("content", [{}, {"config.json": "{"}, {"config.json": '{"model_type": "llama"}'}])
-def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path, content: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "content", [{}, {"config.json": "{"}, {"config.json": '{"model_type": "llama"}'}]
+)
+def test_a_folder_without_a_model_is_refused_in_one_sentence(
+    tmp_path: Path, content: dict[str, str]
+) -> None:
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError) as caught:

@@ -1,5 +1,5 @@
-"""Every family against Hugging Face's `generate`, the token counts of its plan, and which architectures are refused
-without reading a weight."""
+"""Every family against Hugging Face's `generate`, the token counts of its plan, and which
+architectures are refused without reading a weight."""
 
 from __future__ import annotations
 
@@ -46,19 +46,28 @@ DRAFTS = {
 
 
 def picture(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, 256, (*shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (*shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def asked_of(family: str) -> list[Request]:
     """Videos, images, both, several and none, with outputs of different lengths."""
     if family in TEXT:
         words = ["square", "circle", "red", "blue", "moves", "left", "up", "the", "scene"]
-        texts = (" ".join(words[(i * i + seed) % len(words)] for i in range(20 + 45 * seed)) for seed in range(6))
-        return [Request(f"t{n}", text + "?", sampling=Sampling(6 + 5 * n)) for n, text in enumerate(texts)]
+        texts = (
+            " ".join(words[(i * i + seed) % len(words)] for i in range(20 + 45 * seed))
+            for seed in range(6)
+        )
+        return [
+            Request(f"t{n}", text + "?", sampling=Sampling(6 + 5 * n))
+            for n, text in enumerate(texts)
+        ]
     clip, other = picture(1, 6, 56, 84), picture(2, 6, 84, 56)
     shown: dict[str, dict[str, Any]] = {
         "video": {"frames": clip},
-        # an odd number of frames, so far apart that positions by time run ahead of the text behind them
+        # an odd number of frames, so far apart that positions by time run ahead of the text behind
+        # them
         "slow": {"frames": picture(3, 5, 56, 56), "fps": 0.1},
         "images": {"images": (clip[0], other[1])},
         "text": {},
@@ -94,20 +103,28 @@ def expected(name: str, engine: Engine, hf: Any) -> dict[str, list[int]]:
 
 
 def feed(name: str, checkpoint: Checkpoint, request: Request) -> dict[str, Any]:
-    """What the family's processor makes of a request when it is called as its documentation says."""
+    """What the family's processor makes of a request when it is called as its documentation
+    says."""
     videos = [v.permute(0, 3, 1, 2) for v in (request.frames, *request.videos) if v is not None]
     images = [i.permute(2, 0, 1) for i in request.images]
     content = [*[{"type": "video"}] * len(videos), *[{"type": "image"}] * len(images)]
     content = [*content, {"type": "text", "text": request.prompt}]
     talk = [{"role": "user", "content": request.prompt if name in TEXT else content}]
-    text = checkpoint.processor.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+    text = checkpoint.processor.apply_chat_template(
+        talk, add_generation_prompt=True, tokenize=False
+    )
     if name in TEXT:
         return dict(checkpoint.processor(text, return_tensors="pt"))
-    sampled = [{"total_num_frames": len(v), "fps": request.fps, "frames_indices": [*range(len(v))]} for v in videos]
+    sampled = [
+        {"total_num_frames": len(v), "fps": request.fps, "frames_indices": [*range(len(v))]}
+        for v in videos
+    ]
     given: dict[str, Any] = {"videos": videos, "video_metadata": sampled} if videos else {}
     given |= {"images": [images]} if images else {}
     size: dict[str, Any] = {} if name == "llava_onevision" else {"do_resize": False}
-    out = checkpoint.processor(text=[text], **given, **size, do_sample_frames=False, return_tensors="pt")
+    out = checkpoint.processor(
+        text=[text], **given, **size, do_sample_frames=False, return_tensors="pt"
+    )
     return {k: v for k, v in out.items() if k != "video_metadata"}
 
 
@@ -117,7 +134,9 @@ def generate(hf: Any, fed: dict[str, Any], request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_tokens_are_those_of_generate(name: str, engine: Engine, expected: dict[str, list[int]], draft: str) -> None:
+def test_tokens_are_those_of_generate(
+    name: str, engine: Engine, expected: dict[str, list[int]], draft: str
+) -> None:
     results = list(engine.run(asked_of(name), DRAFTS[draft]))
     assert {r.request_id: r.token_ids for r in results} == expected
     assert len(results) == len(expected) > engine.max_num_seqs  # slots were refilled
@@ -132,37 +151,50 @@ def test_what_is_fed_is_what_the_processor_makes(name: str, engine: Engine) -> N
     for request in asked_of(name):
         fed, own = engine.checkpoint.inputs(request), feed(name, engine.checkpoint, request)
         assert torch.equal(fed.ids, own["input_ids"])
-        assert len(fed.visual) == 0 or torch.equal(fed.types, own.get("mm_token_type_ids", fed.types))
+        assert len(fed.visual) == 0 or torch.equal(
+            fed.types, own.get("mm_token_type_ids", fed.types)
+        )
 
 
 def test_prefill_in_small_chunks_gives_the_same_tokens(
     name: str, engine: Engine, expected: dict[str, list[int]]
 ) -> None:
     chunked = replace(engine, prefill_chunk=7)
-    results = {r.request_id: r.token_ids for r in chunked.run(asked_of(name), Draft("std", keep=0.3))}
+    results = {
+        r.request_id: r.token_ids for r in chunked.run(asked_of(name), Draft("std", keep=0.3))
+    }
     assert results == expected
 
 
 @pytest.mark.parametrize("name", VISUAL, indirect=True, scope="module")
 def test_questions_on_one_video_share_its_prefix(name: str, engine: Engine, hf: Any) -> None:
     clip = picture(1, 6, 56, 84)
-    asked = [Request(f"q{n}", f"What is in scene {n}?", clip, "clip", 0.9, Sampling(8 + n)) for n in range(5)]
+    asked = [
+        Request(f"q{n}", f"What is in scene {n}?", clip, "clip", 0.9, Sampling(8 + n))
+        for n in range(5)
+    ]
     sharing = replace(engine, counters=Counters())
     results = {r.request_id: r.token_ids for r in sharing.run(asked, Draft("random", keep=0.3))}
-    assert results == {r.request_id: generate(hf, feed(name, engine.checkpoint, r), r) for r in asked}
+    assert results == {
+        r.request_id: generate(hf, feed(name, engine.checkpoint, r), r) for r in asked
+    }
     assert (sharing.counters.vision_passes, sharing.counters.prefix_prefills) == (1, 1)
 
 
-# ------------------------------------------------------------------------------------------------------ token counts
+# ------------------------------------------------------------------------------------- token counts
 
 
 @pytest.mark.parametrize("family_name", VISUAL)
-@pytest.mark.parametrize(("frames", "sides"), [(8, (240, 320)), (5, (320, 240)), (2, (97, 351)), (24, (720, 1280))])
+@pytest.mark.parametrize(
+    ("frames", "sides"), [(8, (240, 320)), (5, (320, 240)), (2, (97, 351)), (24, (720, 1280))]
+)
 def test_the_plans_tokens_are_those_that_are_fed(
     families: Callable[[str], Path], family_name: str, frames: int, sides: tuple[int, int]
 ) -> None:
     checkpoint = Checkpoint.load(str(families(family_name)))
-    info = VideoInfo("x.mp4", 1, "1", "mp4", "h264", frames / 3, 0.0, frames, True, 3.0, *sides, rotation=0)
+    info = VideoInfo(
+        "x.mp4", 1, "1", "mp4", "h264", frames / 3, 0.0, frames, True, 3.0, *sides, rotation=0
+    )
     plan = plan_frames(info, FrameOptions(nframes=frames), checkpoint.geometry)
     count = len(plan.times)
     request = Request("a", "What?", picture(0, count, plan.height, plan.width), fps=plan.fps)
@@ -173,20 +205,30 @@ def test_the_plans_tokens_are_those_that_are_fed(
 
 def test_a_timed_prompt_grows_with_frames_and_time(families: Callable[[str], Path]) -> None:
     checkpoint = Checkpoint.load(str(families("qwen3_vl")))
-    counts = [checkpoint.prompt_tokens("What?", frames, fps) for frames, fps in ((2, 2.0), (8, 2.0), (8, 0.01))]
+    counts = [
+        checkpoint.prompt_tokens("What?", frames, fps)
+        for frames, fps in ((2, 2.0), (8, 2.0), (8, 0.01))
+    ]
     assert counts[0] < counts[1] < counts[2]
 
 
-def test_videos_of_unequal_lengths_where_all_frames_have_one_size(families: Callable[[str], Path]) -> None:
-    """Hugging Face's own call takes only videos of equal length at once; features made one by one are the oracle."""
+def test_videos_of_unequal_lengths_where_all_frames_have_one_size(
+    families: Callable[[str], Path],
+) -> None:
+    """Hugging Face's own call takes only videos of equal length at once; features made one by one
+    are the oracle."""
     folder = families("llava_onevision")
     engine = Engine.load(str(folder))
     hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    request = Request("a", "What?", picture(1, 6, 56, 56), videos=(picture(2, 3, 56, 56),), sampling=Sampling(16))
+    request = Request(
+        "a", "What?", picture(1, 6, 56, 56), videos=(picture(2, 3, 56, 56),), sampling=Sampling(16)
+    )
     fed = engine.checkpoint.inputs(request)
     assert fed.video_patches is not None
     with torch.no_grad():
-        features = [hf.get_video_features(v[None]).pooler_output for v in fed.video_patches.split([6, 3])]
+        features = [
+            hf.get_video_features(v[None]).pooler_output for v in fed.video_patches.split([6, 3])
+        ]
     seen = {"video": BaseModelOutputWithPooling(pooler_output=torch.cat(features, dim=1))}
     out = hf.generate(
         input_ids=fed.ids,
@@ -199,7 +241,7 @@ def test_videos_of_unequal_lengths_where_all_frames_have_one_size(families: Call
     assert result.token_ids == out[0, fed.ids.shape[1] :].tolist()
 
 
-# ---------------------------------------------------------------------------------------------------------- refused
+# ------------------------------------------------------------------------------------------ refused
 
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "sliding by layers": (Gemma2Config(), "layers of sliding_attention"),
@@ -213,14 +255,19 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "own attention": (BloomConfig(), "an attention of its own"),
     "both directions": (BertConfig(), "in both directions"),
     "encoder and decoder": (T5Config(), "writes no text"),
-    "other frames": (InternVLConfig(), f"none of the Video-LLMs whose frames can be fed: {', '.join(FAMILIES)}"),
+    "other frames": (
+        InternVLConfig(),
+        f"none of the Video-LLMs whose frames can be fed: {', '.join(FAMILIES)}",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_driven_is_refused_from_its_configuration(case: str, tmp_path: Path) -> None:
     config, why = REFUSED[case]
-    config.save_pretrained(tmp_path)  # nothing else lies there: neither tokenizer nor weights are asked for
+    config.save_pretrained(
+        tmp_path
+    )  # nothing else lies there: neither tokenizer nor weights are asked for
     with pytest.raises(ValueError) as caught:
         Checkpoint.load(str(tmp_path))
     assert why in str(caught.value) and config.model_type in str(caught.value)
@@ -233,7 +280,9 @@ def test_what_cannot_be_driven_is_refused_from_its_configuration(case: str, tmp_
         LlamaConfig(),
         Qwen2Config(),
         MistralConfig(sliding_window=None),
-        MistralConfig(sliding_window=8192, max_position_embeddings=8192),  # a window that cuts nothing off
+        MistralConfig(
+            sliding_window=8192, max_position_embeddings=8192
+        ),  # a window that cuts nothing off
     ],
 )
 def test_what_can_be_driven_is_not(config: Any) -> None:

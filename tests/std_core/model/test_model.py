@@ -44,11 +44,19 @@ FULL = {"layer_types": ["full_attention"] * 2}
     ("make", "why"),
     [
         (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **FULL)), "caps its attention scores"),
-        (lambda: GptOssForCausalLM(GptOssConfig(**SIZES, **FULL, num_local_experts=4)), "sinks that are no tokens"),
-        (lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)), "does more to its logits"),
+        (
+            lambda: GptOssForCausalLM(GptOssConfig(**SIZES, **FULL, num_local_experts=4)),
+            "sinks that are no tokens",
+        ),
+        (
+            lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)),
+            "does more to its logits",
+        ),
     ],
 )
-def test_what_the_configuration_does_not_tell_one_token_does(make: Callable[[], torch.nn.Module], why: str) -> None:
+def test_what_the_configuration_does_not_tell_one_token_does(
+    make: Callable[[], torch.nn.Module], why: str
+) -> None:
     hf: Any = make()
     before = hf.config._attn_implementation
     with pytest.raises(ValueError, match=why):
@@ -56,16 +64,24 @@ def test_what_the_configuration_does_not_tell_one_token_does(make: Callable[[], 
     assert hf.config._attn_implementation == before
 
 
-def test_weights_that_are_missing_are_not_drawn_at_random(families: Callable[[str], Path], tmp_path: Path) -> None:
+def test_weights_that_are_missing_are_not_drawn_at_random(
+    families: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = shutil.copytree(families("llama"), tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     gone = "model.layers.1.mlp.up_proj.weight"
-    save_file({k: v for k, v in weights.items() if k != gone}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v for k, v in weights.items() if k != gone},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     with pytest.raises(ValueError, match=f"lacks 1 weights, {gone}"):
         Engine.load(str(folder))
 
 
-def test_weights_that_cannot_be_read_are_told_in_one_sentence(families: Callable[[str], Path], tmp_path: Path) -> None:
+def test_weights_that_cannot_be_read_are_told_in_one_sentence(
+    families: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = shutil.copytree(families("llama"), tmp_path / "model")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -78,7 +94,7 @@ def test_weights_that_cannot_be_read_are_told_in_one_sentence(families: Callable
         assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------ a real model
+# ------------------------------------------------------------------------------------- a real model
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +119,27 @@ def said(speaker: Engine, smollm2: Path, prose: str) -> list[int]:
     )
     words = speaker.checkpoint.tokenizer
     asked = words.apply_chat_template(
-        [{"role": "user", "content": prose}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": prose}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
-    return hf.generate(**asked, max_new_tokens=24, do_sample=False)[0, asked["input_ids"].shape[1] :].tolist()
+    return hf.generate(**asked, max_new_tokens=24, do_sample=False)[
+        0, asked["input_ids"].shape[1] :
+    ].tolist()
 
 
-@pytest.mark.parametrize("draft", [None, Draft("std", k=64), Draft("ngram"), Draft("full", gamma=3)])
-def test_smollm2_writes_what_generate_writes(speaker: Engine, prose: str, said: list[int], draft: Draft | None) -> None:
+@pytest.mark.parametrize(
+    "draft", [None, Draft("std", k=64), Draft("ngram"), Draft("full", gamma=3)]
+)
+def test_smollm2_writes_what_generate_writes(
+    speaker: Engine, prose: str, said: list[int], draft: Draft | None
+) -> None:
     sampling = Sampling(24)
-    asked = [Request("long", prose, sampling=sampling), Request("short", "What is the capital of France?")]
+    asked = [
+        Request("long", prose, sampling=sampling),
+        Request("short", "What is the capital of France?"),
+    ]
     results = {r.request_id: r for r in speaker.run(asked, draft)}
     assert results["long"].token_ids == said
     assert results["short"].text == "The capital of France is Paris."
@@ -128,7 +156,9 @@ def test_a_gguf_files_rope_and_tied_head_survive(speaker: Engine) -> None:
     assert speaker.checkpoint.max_model_len == 8192
 
 
-def test_a_generation_configs_own_stops_are_kept(families: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_generation_configs_own_stops_are_kept(
+    families: Callable[[str], Path], tmp_path: Path
+) -> None:
     """A configuration whose `generate` stops at no id of its own: neither does the engine."""
     folder = shutil.copytree(families("llama"), tmp_path / "endless")
     path = folder / "generation_config.json"
@@ -138,6 +168,13 @@ def test_a_generation_configs_own_stops_are_kept(families: Callable[[str], Path]
     engine = Engine.load(str(folder))
     fed = engine.checkpoint.inputs(Request("a", "square"))
     hf = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    out = hf.generate(input_ids=fed.ids, attention_mask=torch.ones_like(fed.ids), max_new_tokens=40, do_sample=False)
-    (result,) = engine.run([Request("a", "square", sampling=Sampling(40))], Draft("random", keep=0.2))
+    out = hf.generate(
+        input_ids=fed.ids,
+        attention_mask=torch.ones_like(fed.ids),
+        max_new_tokens=40,
+        do_sample=False,
+    )
+    (result,) = engine.run(
+        [Request("a", "square", sampling=Sampling(40))], Draft("random", keep=0.2)
+    )
     assert result.token_ids == out[0, fed.ids.shape[1] :].tolist()

@@ -22,7 +22,9 @@ class _Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.ModuleDict({"big": nn.Linear(64, 96), "small": nn.Linear(64, 32)}) for _ in "12")
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"big": nn.Linear(64, 96), "small": nn.Linear(64, 32)}) for _ in "12"
+        )
 
 
 @settings(max_examples=20, deadline=None)
@@ -42,7 +44,8 @@ def test_a_layer_reads_the_share_that_was_asked_for(keep: float, seed: int) -> N
 
 
 def test_channels_are_given_up_where_that_costs_least() -> None:
-    """Inputs of one projection are mostly noise far below a few large channels: it can do without most of them."""
+    """Inputs of one projection are mostly noise far below a few large channels: it can do without
+    most of them."""
     decoder = _Decoder()
     seen = {name: torch.randn(200, 64) for name, _ in projections(decoder)}
     for name in seen:
@@ -62,14 +65,19 @@ def test_activations_are_recorded_and_the_model_stays_as_it_was(engine: Engine) 
         f"layers.0.mlp.{p}_proj": 3 for p in ("gate", "up", "down")
     }
     names = [name for name, _ in projections(decoder)]
-    cheap = drafter_of(engine.model, Draft("full", channels=0.5, depth=0.4), dict.fromkeys(names, 0.1))
+    cheap = drafter_of(
+        engine.model, Draft("full", channels=0.5, depth=0.4), dict.fromkeys(names, 0.1)
+    )
     assert len(names) == 7 * 5 and [name for name, _ in projections(decoder)] == names
     assert {id(p) for p in cheap.decoder.parameters()} <= {id(p) for p in decoder.parameters()}
 
 
 def test_an_early_exit_leaves_channels_out_too(engine: Engine) -> None:
     """Thresholds are known only when the first prompt has been read; no drafter is made before."""
-    draft, engine = Draft("full", depth=0.5, channels=0.5), replace(engine, thresholds={}, drafters={})
+    draft, engine = (
+        Draft("full", depth=0.5, channels=0.5),
+        replace(engine, thresholds={}, drafters={}),
+    )
     result = next(engine.run([Request("a", "Describe this.", sampling=Sampling(3))], draft))
     made = [m for m in engine.drafter(draft).decoder.modules() if isinstance(m, SparseLinear)]
     assert len(made) == 7 * engine.drafter(draft).layers and result.error is None

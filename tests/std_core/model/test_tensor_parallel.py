@@ -1,4 +1,5 @@
-"""Two processes that share a model, against one that has it whole. Both are real, on a CPU, and speak gloo."""
+"""Two processes that share a model, against one that has it whole. Both are real, on a CPU, and
+speak gloo."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ DRAFTS = {
     "std": Draft("std", keep=0.3, gamma=3),
     "specvlm": Draft("specvlm", keep=0.3, gamma=3),
     "snapkv": Draft("snapkv", k=6, gamma=3, refresh=2),
-    "everything": Draft("snapkv", keep=0.5, channels=0.6, depth=0.8, weights="int4", refresh=1, gamma=3),
+    "everything": Draft(
+        "snapkv", keep=0.5, channels=0.6, depth=0.8, weights="int4", refresh=1, gamma=3
+    ),
     "pair": Draft("std", keep=0.3, gamma=3, model=str(CONF / "model" / "demo_small")),
 }
 RANK = """
@@ -70,7 +73,10 @@ class Answer(NamedTuple):
 def few(requests: list[Request]) -> list[Request]:
     """Three clips; the second's text is drawn, with a seed."""
     drawn = Sampling(9, temperature=0.7, seed=3)
-    return [replace(r, sampling=drawn if i == 1 else Sampling(8 + i)) for i, r in enumerate(requests[:3])]
+    return [
+        replace(r, sampling=drawn if i == 1 else Sampling(8 + i))
+        for i, r in enumerate(requests[:3])
+    ]
 
 
 def two_ranks(cases: list[Case], folder: Path) -> list[tuple[Answer, Answer]]:
@@ -82,7 +88,15 @@ def two_ranks(cases: list[Case], folder: Path) -> list[tuple[Answer, Answer]]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), address, str(folder / "work"), str(folder / str(rank))],
+            [
+                sys.executable,
+                "-c",
+                RANK,
+                str(rank),
+                address,
+                str(folder / "work"),
+                str(folder / str(rank)),
+            ],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -97,7 +111,10 @@ def two_ranks(cases: list[Case], folder: Path) -> list[tuple[Answer, Answer]]:
 
 @pytest.fixture(scope="session")
 def answers(
-    tiny_model: Path, families: Callable[[str], Path], few: list[Request], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    families: Callable[[str], Path],
+    few: list[Request],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[Answer, Answer]]:
     """All that two ranks are asked, by one pair of processes."""
     path, slots = str(tiny_model), {"max_num_seqs": 2}
@@ -110,7 +127,9 @@ def answers(
     cases["qwen3_vl"] = Case(str(families("qwen3_vl")), slots, few[:2], DRAFTS["specvlm"])
     cases["paced"] = Case(path, slots, [PACE, *few], Draft("random", k=2, gamma=5))
     cases["demo"] = Case(str(CONF / "model" / "demo"), slots, few[:2], DRAFTS["specvlm"])
-    return dict(zip(cases, two_ranks(list(cases.values()), tmp_path_factory.mktemp("ranks")), strict=True))
+    return dict(
+        zip(cases, two_ranks(list(cases.values()), tmp_path_factory.mktemp("ranks")), strict=True)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -127,20 +146,34 @@ def test_two_ranks_write_what_one_does(
     expected = whole(name)
     assert first.tokens == second.tokens == {r.request_id: r.token_ids for r in expected}
     assert sum(r.proposed for r in first.results) == sum(r.proposed for r in second.results)
-    if name in ("std", "specvlm", "snapkv"):  # the draft chose what it chooses in one process, head by head
-        counts = [{r.request_id: r.accept_counts for r in results} for results in (first.results, expected)]
+    if name in (
+        "std",
+        "specvlm",
+        "snapkv",
+    ):  # the draft chose what it chooses in one process, head by head
+        counts = [
+            {r.request_id: r.accept_counts for r in results}
+            for results in (first.results, expected)
+        ]
         assert counts[0] == counts[1]
         assert sum(r.accepted for r in expected) > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "demo"])
 def test_a_family_without_a_plan_and_a_head_that_is_tied(
-    answers: dict[str, tuple[Answer, Answer]], families: Callable[[str], Path], few: list[Request], name: str
+    answers: dict[str, tuple[Answer, Answer]],
+    families: Callable[[str], Path],
+    few: list[Request],
+    name: str,
 ) -> None:
     path = CONF / "model" / "demo" if name == "demo" else families(name)
     alone = Engine.load(str(path), max_num_seqs=2)
     first, second = answers[name]
-    assert first.tokens == second.tokens == {r.request_id: r.token_ids for r in alone.run(few[:2], None)}
+    assert (
+        first.tokens
+        == second.tokens
+        == {r.request_id: r.token_ids for r in alone.run(few[:2], None)}
+    )
     assert first.kv_heads == 1
     assert 0.49 < first.weights / weight_bytes(alone.model) < 0.51
 
@@ -151,7 +184,9 @@ def test_each_rank_holds_half(answers: dict[str, tuple[Answer, Answer]], engine:
         assert 0.49 < answer.weights / weight_bytes(engine.model) < 0.51
 
 
-def test_draws_without_a_seed_are_the_same_on_both(answers: dict[str, tuple[Answer, Answer]]) -> None:
+def test_draws_without_a_seed_are_the_same_on_both(
+    answers: dict[str, tuple[Answer, Answer]],
+) -> None:
     first, second = answers["fresh"]
     assert first.tokens == second.tokens
     assert all(len(tokens) > 1 for tokens in first.tokens.values())
@@ -162,17 +197,24 @@ def test_ranks_agree_on_the_pace_that_rank_0_is_told(
 ) -> None:
     first, second = answers["paced"]
     assert first.tokens == second.tokens == {r.request_id: r.token_ids for r in whole("dense")}
-    counts = [[(r.request_id, r.rounds, r.drafted, r.accept_counts) for r in a.results] for a in (first, second)]
+    counts = [
+        [(r.request_id, r.rounds, r.drafted, r.accept_counts) for r in a.results]
+        for a in (first, second)
+    ]
     assert counts[0] == counts[1]
     assert 0 < sum(r.drafted for r in first.results) < 5 * sum(r.rounds for r in first.results)
 
 
-def test_strict_texts_are_the_dense_loops_in_bfloat16(answers: dict[str, tuple[Answer, Answer]]) -> None:
+def test_strict_texts_are_the_dense_loops_in_bfloat16(
+    answers: dict[str, tuple[Answer, Answer]],
+) -> None:
     assert answers["strict"][0].tokens == answers["strict_std"][0].tokens
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_is_loaded(tiny_model: Path) -> None:
-    with pytest.raises(ValueError, match=r"is 4: the model's 2 KV heads and 6 query heads cannot be divided by 4"):
+    with pytest.raises(
+        ValueError, match=r"is 4: the model's 2 KV heads and 6 query heads cannot be divided by 4"
+    ):
         Engine.load(str(tiny_model), tensor_parallel_size=4)
     with pytest.raises(ValueError, match="one device"):
         Engine.load(str(tiny_model), tensor_parallel_size=2, pipeline_parallel_size=2)

@@ -1,4 +1,5 @@
-"""Segments of loops that take turns: where they end, and that they write what the dense loop writes."""
+"""Segments of loops that take turns: where they end, and that they write what the dense loop
+writes."""
 
 from __future__ import annotations
 

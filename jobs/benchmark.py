@@ -59,9 +59,11 @@ def _guarded(argv: list[str]) -> int:
     try:
         return main(argv)
     except UsageError as error:
-        code, why = 2, str(error)
+        code = 2
+        why = str(error)
     except KeyboardInterrupt:
-        code, why = 1, "stopped"
+        code = 1
+        why = "stopped"
     print(f"{Path(__file__).name}: {' '.join(why.split())}", file=sys.stderr, flush=True)
     return code
 

@@ -69,11 +69,11 @@ def main(argv: list[str]) -> int:
         flags.dtype,
         measure.Grid(
             measure.numbers("contexts", flags.contexts),
-            measure.numbers("rows", flags.rows),
-            measure.presets(flags.drafts),
-            flags.tokens,
-            flags.pairs,
-            flags.retrieval,
+            rows=measure.numbers("rows", flags.rows),
+            drafts=measure.presets(flags.drafts),
+            tokens=flags.tokens,
+            pairs=flags.pairs,
+            texts=flags.retrieval,
         ),
         flags.threads,
     )

@@ -106,7 +106,8 @@ def show(
     for row in rows:
         name = Path(row["video_uri"]).name
         good, of = world.right_clauses(stories[name], row["text"] or "")
-        right, counted = right + good, counted + of
+        right = right + good
+        counted = counted + of
         mark = f"[{'green' if good == of else 'red'}]{good} of {of}[/]"
         rate = row["accepted"] / row["rounds"] if row["rounds"] else 0.0
         table.add_row(

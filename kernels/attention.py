@@ -54,7 +54,8 @@ class Groups:
         """From each row's prefix (-1 for none) and each prefix's length, both known to the host.
         `fixed`: the shape is the same for all batches without a shared prefix (P is the number of
         prefixes, taken or not)."""
-        count, rank = [0] * len(lengths), [0] * len(prefix_of_row)
+        count = [0] * len(lengths)
+        rank = [0] * len(prefix_of_row)
         for row, prefix in enumerate(prefix_of_row):
             if prefix >= 0:
                 rank[row] = count[prefix]
@@ -87,18 +88,20 @@ def attend_rows(
     if query.device.type in TRITON:
         from std_core.kernels.triton import attention as triton_attention
 
-        return triton_attention.attend_rows(query, own, lengths, prefix, groups, scale, fixed)
+        return triton_attention.attend_rows(
+            query, own, lengths, prefix, groups=groups, scale=scale, fixed=fixed
+        )
     if groups is None or not len(groups.members):
         prefix = None
     if _in_one(query, own, prefix):
-        return _fused(query, own, lengths, prefix, groups, scale)
+        return _fused(query, own, lengths, prefix, groups=groups, scale=scale)
     rows, heads, width, dim = query.shape
     kv_heads = own[0].shape[1]
     packed = query.reshape(rows, kv_heads, heads // kv_heads * width, dim)
     newest = lengths[:, None] + torch.arange(
         width, device=query.device
     )  # (B, T): the last entry each token sees
-    out, lse = _masked(packed, own, newest.repeat(1, heads // kv_heads), scale, fixed)
+    out, lse = _masked(packed, own, newest.repeat(1, heads // kv_heads), scale, fixed=fixed)
     if prefix is not None and groups is not None:
         count, share = groups.members.shape
         grouped = packed[groups.members].transpose(1, 2).reshape(count, kv_heads, -1, dim)
@@ -107,7 +110,9 @@ def attend_rows(
             x.view(count, kv_heads, share, -1, *x.shape[3:])[
                 groups.prefix.clamp(min=0), :, groups.rank
             ]
-            for x in _masked(grouped, (prefix[0][:count], prefix[1][:count]), last, scale, fixed)
+            for x in _masked(
+                grouped, (prefix[0][:count], prefix[1][:count]), last, scale, fixed=fixed
+            )
         ]
         seen = part[1].masked_fill((groups.prefix < 0)[:, None, None], float("-inf"))
         out, lse = merge((out, lse), (part[0], seen))
@@ -145,9 +150,10 @@ def attend_chunk(
         segments = [*past, (new[0].contiguous(), new[1].contiguous())]
         if all(_in_one(query, segment, None) for segment in segments):
             return _fused_chunk(query, segments, scale)
-    heads, kv_heads = query.shape[1], new[0].shape[1]
+    heads = query.shape[1]
+    kv_heads = new[0].shape[1]
     key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in new)
-    merged = flash(query, key, value, None, scale, causal=True)
+    merged = flash(query, key, value, None, scale=scale, causal=True)
     for segment in past:
         packed = query.reshape(1, kv_heads, -1, query.shape[3])
         out, lse = flash(packed, *segment, None, scale)
@@ -194,7 +200,8 @@ def _fused(
 ) -> Segment:
     query = query.contiguous()
     rows, heads, width, dim = query.shape
-    out, lse = torch.empty_like(query), query.new_empty(rows, heads, width, dtype=torch.float32)
+    out = torch.empty_like(query)
+    lse = query.new_empty(rows, heads, width, dtype=torch.float32)
     shared: tuple[int, ...] = (0, 0, 0, 0)
     under: tuple[int, int, int] = (lengths.data_ptr(), 0, 0)
     if prefix is not None and groups is not None:
@@ -211,7 +218,8 @@ def _fused(
 def _fused_chunk(query: torch.Tensor, segments: list[Segment], scale: float) -> Segment:
     query = query.contiguous()
     _, heads, width, dim = query.shape
-    out, lse = torch.empty_like(query), query.new_empty(1, heads, width, dtype=torch.float32)
+    out = torch.empty_like(query)
+    lse = query.new_empty(1, heads, width, dtype=torch.float32)
     lie = [(k.data_ptr(), v.data_ptr(), k.stride(1), k.shape[2]) for k, v in segments]
     table = torch.tensor(lie, dtype=torch.int64)  # laid out as the kernel has them
     shape = len(segments), heads, segments[0][0].shape[1], width, dim, scale
@@ -232,7 +240,9 @@ def _masked(
     bias = torch.zeros(sees.shape, dtype=query.dtype, device=query.device).masked_fill_(
         ~sees, float("-inf")
     )
-    out, lse = flash(query, segment[0][:, :, :used], segment[1][:, :, :used], bias[:, None], scale)
+    out, lse = flash(
+        query, segment[0][:, :, :used], segment[1][:, :, :used], bias[:, None], scale=scale
+    )
     return out, lse.masked_fill((last < 0)[:, None], float("-inf"))
 
 
@@ -253,7 +263,7 @@ def flash(
     if query.device.type == "cuda" and bias is None:
         from std_core.kernels.flash_attention import flash
 
-        return flash(query, key, value, scale, causal)
+        return flash(query, key, value, scale, scale=causal)
     scores = (query @ key.transpose(-1, -2)).float() * scale
     if causal:
         bias = torch.full(scores.shape[-2:], float("-inf"), device=query.device).triu(1)
@@ -284,6 +294,7 @@ def reference_rows(
                     pk, pv = (
                         x[p, head // share, : int(groups.lengths[p])].double() for x in prefix
                     )
-                    k, v = torch.cat([pk, k]), torch.cat([pv, v])
+                    k = torch.cat([pk, k])
+                    v = torch.cat([pv, v])
                 out[b, head, t] = ((k @ query[b, head, t].double()) * scale).softmax(0) @ v
     return out

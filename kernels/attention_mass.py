@@ -21,7 +21,8 @@ def attention_mass(
         from std_core.kernels.triton import attention_mass as triton_attention_mass
 
         return triton_attention_mass.attention_mass(query, key, logsumexp, scale)
-    text, kv_heads = query.shape[-2], key.shape[-3]
+    text = query.shape[-2]
+    kv_heads = key.shape[-3]
     packed = query.unflatten(-3, (kv_heads, -1)).flatten(-3, -2)
     scores = (packed @ key.transpose(-1, -2)).float().mul_(scale)
     weights = scores.sub_(logsumexp.unflatten(-2, (kv_heads, -1)).flatten(-2)[..., None]).exp_()

@@ -123,7 +123,8 @@ def _levels8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _levels4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels, and scales (out, groups, 2)."""
     grouped = weight.unflatten(1, (-1, GROUP))
-    low, high = grouped.amin(2), grouped.amax(2)
+    low = grouped.amin(2)
+    high = grouped.amax(2)
     step = (high - low).clamp(min=1e-8) / 15
     levels = (
         ((grouped - low[..., None]) / step[..., None])

@@ -252,7 +252,8 @@ def _words(argv: Sequence[str], hints: dict[str, Any]) -> dict[str, list[str]]:
         match = FLAG.fullmatch(word)
         if not match:
             raise UsageError(f"{word!r} belongs to no flag")
-        name, value = _key(match[1], hints), match[2]
+        name = _key(match[1], hints)
+        value = match[2]
         if value is None and hints[name] is bool:
             value = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
         if value is None:

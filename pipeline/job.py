@@ -49,7 +49,7 @@ def main(
         dry: only plans, and needs no output.
         survey: see `run_job`.
     """
-    return guarded(prog, lambda: _main(argv, prog, default_prompt, dry, survey))
+    return guarded(prog, lambda: _main(argv, prog, default_prompt, dry, survey=survey))
 
 
 def guarded(prog: str, work: Callable[[], int]) -> int:
@@ -124,10 +124,10 @@ def plan_job(job: Job, default_prompt: str) -> int:
 def outlook_of(job: Job, facts: Facts) -> dryrun.Outlook:
     """What a plan's times are made from. Raises UsageError for a profile that is none, or is of
     something else."""
-    profile, draft = (
-        profile_for(job.profile, facts.revision, job.dtype, facts.account, facts.device),
-        draft_of(job),
+    profile = profile_for(
+        job.profile, facts.revision, job.dtype, facts.account, at_hand=facts.device
     )
+    draft = draft_of(job)
     if job.mode == "sparse" and draft is not None and (why := unfit_alone(profile, draft)):
         if job.profile:
             raise UsageError(f"--mode sparse is refused: {why}")
@@ -157,7 +157,8 @@ def run_job(
     Raises: UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended
         early and resumes.
     """
-    began, draft = time.monotonic(), draft_of(job)
+    began = time.monotonic()
+    draft = draft_of(job)
     with survey(job, prompts_of(job, default_prompt)) as surveyor:
         await_output(job.output)  # meanwhile
         facts = surveyor.facts
@@ -175,7 +176,13 @@ def run_job(
         ):
             recorder = _Recorder(output, rows.Provenance(job, facts.revision, draft), watch)
             found = watch.counting(surveyor.begin(output.done, output.done & output.failed))
-            pool = Pool(found, recorder.failed, watch.handed_out, profile_on, setting)
+            pool = Pool(
+                found,
+                failed=recorder.failed,
+                handed=watch.handed_out,
+                profile_on=profile_on,
+                setting=setting,
+            )
             decoded = 0
             while pool.waiting():
                 watch.reading()
@@ -198,7 +205,7 @@ def run_job(
             closing = surveyor.closing
             errors = closing.failed + recorder.errors
             result = rows.summary(
-                closing.requests, errors, output.totals, time.monotonic() - began, decoded
+                closing.requests, errors, output.totals, time.monotonic() - began, decoded=decoded
             )
             output.write_summary(result)
     return result
@@ -208,7 +215,10 @@ class _Recorder:
     """Writes rows, shows them to the watch, and counts those that are errors."""
 
     def __init__(self, output: Output, run: rows.Provenance, watch: Watch):
-        self.output, self.run, self.watch, self.errors = output, run, watch, 0
+        self.output = output
+        self.run = run
+        self.watch = watch
+        self.errors = 0
 
     def failed(self, failure: Failed) -> None:
         self._add(rows.failed(self.run, failure))

@@ -77,7 +77,8 @@ def _errors(uri: str) -> Iterator[None]:
 
 
 def _request_error(uri: str, error: BaseException) -> RequestError:
-    name, status = shown(uri) or "(no name)", getattr(error, "status", None)
+    name = shown(uri) or "(no name)"
+    status = getattr(error, "status", None)
     if (
         isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
         or status == 404
@@ -314,7 +315,8 @@ class _Reader(io.RawIOBase):
     reads."""
 
     def __init__(self, uri: str, file: Any):
-        self._uri, self._file = uri, file
+        self._uri = uri
+        self._file = file
 
     def readable(self) -> bool:
         return True

@@ -36,7 +36,9 @@ class SparseToDense:
     accepted tokens, share of the KV entries that the draft read, times."""
 
     def __init__(self, hf: Any, draft: Draft, **settings: int):
-        self.hf, self.draft, self.results = hf, draft, list[Result]()
+        self.hf = hf
+        self.draft = draft
+        self.results = list[Result]()
         model = Model(hf)
         window = int(hf.config.get_text_config().max_position_embeddings)
         self._engine = Engine(model, _Given(window), **settings)  # type: ignore[arg-type]
@@ -81,7 +83,8 @@ class SparseToDense:
                 "max_new_tokens is missing: neither the call nor the generation configuration has one"
             )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        longest, window = int(mask.sum(1).max()), self._engine.checkpoint.max_model_len
+        longest = int(mask.sum(1).max())
+        window = self._engine.checkpoint.max_model_len
         if longest + limit > window:
             raise ValueError(
                 f"{longest} tokens of prompt and max_new_tokens = {limit}: the window holds {window}"
@@ -103,12 +106,12 @@ class SparseToDense:
                 "",
                 sampling=Sampling(
                     limit,
-                    min_new_tokens,
-                    temperature,
-                    top_p,
-                    top_k,
-                    repetition_penalty,
-                    seed + int(name) if seed is not None else None,
+                    min_tokens=min_new_tokens,
+                    temperature=temperature,
+                    top_p=top_p,
+                    top_k=top_k,
+                    repetition_penalty=repetition_penalty,
+                    seed=seed + int(name) if seed is not None else None,
                 ),
             )
             for name in fed
@@ -181,7 +184,7 @@ def _rows(
         there = mask[row].bool()
         kinds = types[row, there]
         known = None if counts is None else int(counts[row])
-        pictures = _take(images, int((kinds == 1).sum()), row, "image", known)
+        pictures = _take(images, int((kinds == 1).sum()), row, "image", count=known)
         clips = _take(videos, int((kinds == 2).sum()), row, "video")
         yield Inputs(
             ids[row : row + 1, there],

@@ -25,7 +25,8 @@ class RequestError(Exception):
 
     def __init__(self, code: str, message: str):
         super().__init__(message)
-        self.code, self.message = code, message
+        self.code = code
+        self.message = message
 
     def __reduce__(self) -> tuple[type[RequestError], tuple[str, str]]:
         return RequestError, (self.code, self.message)

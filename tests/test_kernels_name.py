@@ -57,7 +57,8 @@ def stand_in(tmp_path: Path) -> Path:
     """A distribution `kernels` of a version that transformers accepts."""
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
-    package, info = tmp_path / "kernels", tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
+    package = tmp_path / "kernels"
+    info = tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
     package.mkdir()
     info.mkdir()
     (package / "__init__.py").write_text(f"__version__ = {KERNELS_MIN_VERSION!r}\n{STAND_IN}")

@@ -86,7 +86,8 @@ def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Pr
     with tempfile.TemporaryDirectory() as folder:  # of a tiny model
         engine = subjects.engine_of(model, Path(folder), threads, dtype=dtype, device=device)
     here = measured_device(device, dtype)
-    found, account = _Found(), engine.checkpoint.account(dtype)
+    found = _Found()
+    account = engine.checkpoint.account(dtype)
     room = (grid.pairs + WARM) * (
         2 * grid.tokens + max(d.gamma for d in grid.drafts) + 1
     ) + 2  # some write more
@@ -100,7 +101,7 @@ def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Pr
         known = replace(engine, prefixes=subjects.prefix_store(engine, count))
         _prompts(known, asked, found)
         for rows in grid.rows:
-            _cell(replace(known, max_num_seqs=rows), grid, asked, account, here, found)
+            _cell(replace(known, max_num_seqs=rows), grid, asked, account, here=here, found=found)
         _accepted(replace(known, max_num_seqs=max(grid.rows)), grid, asked, found)
         if grid.retrieval:
             for draft, one in retrieval.measured(
@@ -111,14 +112,15 @@ def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Pr
     full = Cost.fit(found.full)
     return Profile(
         here,
-        engine.checkpoint.revision,
-        dtype,
-        account,
-        full,
-        _prefill(found.prefill),
-        sum(s for _, s in found.vision) / max(1.0, sum(tokens for tokens, _ in found.vision)),
-        tried,
-        _unions(engine, grid),
+        model=engine.checkpoint.revision,
+        dtype=dtype,
+        account=account,
+        full=full,
+        prefill=_prefill(found.prefill),
+        vision=sum(s for _, s in found.vision)
+        / max(1.0, sum(tokens for tokens, _ in found.vision)),
+        drafts=tried,
+        union=_unions(engine, grid),
         spread=(1 / (1 + full.residual[1]), 1 + full.residual[1]),
         noise=max(0.0, statistics.median(found.noise)),
     )
@@ -232,11 +234,11 @@ def _cell(
 ) -> None:
     asked = replace(whole, requests=subjects.of_kind(whole, "caption")[: engine.max_num_seqs])
     length = statistics.fmean(asked.prepare(r).ids.shape[1] for r in asked.requests)
-    cell = _Cell(engine, asked, length, account, here.bandwidth)
+    cell = _Cell(engine, asked=asked, context=length, account=account, bandwidth=here.bandwidth)
     known = cell.seat(PLAIN).prefill_s  # nothing is selected
     found.noise.append(_noise(cell, grid))
     for draft in grid.drafts:
-        _draft(cell, grid, draft, known, found)
+        _draft(cell, grid, draft, known, found=found)
 
 
 def _noise(cell: _Cell, grid: Grid) -> float:
@@ -259,7 +261,8 @@ def _draft(cell: _Cell, grid: Grid, draft: Draft, known: float, found: _Found) -
     )
     for turn in range(WARM + grid.pairs):
         if turn == WARM:
-            pair.dense, pair.drafted = Clock(), Clock()
+            pair.dense = Clock()
+            pair.drafted = Clock()
         pair.once(grid.tokens)
     found.full += _full_steps(cell, pair)
     found.steps.setdefault(draft, []).append(_draft_step(cell, pair))
@@ -281,7 +284,8 @@ def _full_steps(cell: _Cell, pair: Pair) -> list[Step]:
     round does besides is added."""
     entries = cell.rows * (cell.context + _written(pair) / 2)
     read = cell.account.weights_read() + entries * cell.account.entry_bytes
-    dense, verified = statistics.median(pair.dense.verify), statistics.median(pair.drafted.verify)
+    dense = statistics.median(pair.dense.verify)
+    verified = statistics.median(pair.drafted.verify)
     beside = max(0.0, dense - pair.verification(1))
     times = {1: dense, pair.policy.gamma + 1: verified} | {
         w: pair.verification(w) + beside for w in WIDTHS
@@ -290,7 +294,8 @@ def _full_steps(cell: _Cell, pair: Pair) -> list[Step]:
 
 
 def _draft_step(cell: _Cell, pair: Pair) -> Step:
-    draft, account = pair.policy, cell.account
+    draft = pair.policy
+    account = cell.account
     seconds = statistics.median(pair.drafted.draft)
     if draft.policy == "ngram":
         return cell.step(0.0, 1, 0.0, seconds)
@@ -319,7 +324,12 @@ def _tried(draft: Draft, found: _Found, pair: Account | None) -> Tried:
         once = (0.0, sum(seconds) / sum(contexts))
     retrieved = tuple(found.retrieved.get(draft, ()))
     return Tried(
-        draft, Cost.fit(found.steps[draft]), once, tuple(found.acceptance[draft]), pair, retrieved
+        draft,
+        cost=Cost.fit(found.steps[draft]),
+        once=once,
+        acceptance=tuple(found.acceptance[draft]),
+        pair=pair,
+        retrieved=retrieved,
     )
 
 

@@ -17,7 +17,9 @@ from std_core.engine.engine import Engine
 from std_core.model.checkpoint import Checkpoint, Inputs
 from std_core.types import Draft, Request, Sampling
 
-SUBJECTS, ASKED = 4, 8  # contexts, and questions on each
+# contexts, and questions on each
+SUBJECTS = 4
+ASKED = 8
 SCENES = 8
 DOORS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey")
 
@@ -67,11 +69,17 @@ def _scenes(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
         rate = 1
         while checkpoint.geometry.tokens(_count(rate), subjects.SIDE, subjects.SIDE) < context:
             rate += 1
-        frames = torch.from_numpy(world.clip_frames(rng, story, subjects.SIDE, subjects.SIDE, rate))
+        frames = torch.from_numpy(
+            world.clip_frames(rng, story, subjects.SIDE, subjects.SIDE, rate=rate)
+        )
         for place, (prompt, answer) in enumerate(rng.sample(world.questions(story)[:-1], ASKED)):
             sampling = Sampling(12, temperature=0.0)
             request = Request(
-                f"{number}/{place}", prompt, frames, f"retrieval {number}", sampling=sampling
+                f"{number}/{place}",
+                prompt=prompt,
+                frames=frames,
+                video=f"retrieval {number}",
+                sampling=sampling,
             )
             yield Question(request, checkpoint.inputs(request), answer)
 
@@ -87,10 +95,8 @@ def _keys(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
 
     whole = subjects.subject(checkpoint, context, range(SUBJECTS), 8, step=0)
     for number, request in enumerate(whole.requests):
-        rng, prose = (
-            random.Random(f"keys {number}"),
-            whole.inputs[request.request_id].ids[0].tolist(),
-        )
+        rng = random.Random(f"keys {number}")
+        prose = whole.inputs[request.request_id].ids[0].tolist()
         keys = {door: str(rng.randrange(1000, 10_000)) for door in DOORS}
         told = [ids(f"\nThe key of the {door} door is {key}.\n") for door, key in keys.items()]
         step = len(prose) // len(told)

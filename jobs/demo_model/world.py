@@ -179,7 +179,8 @@ def _slate(number: torch.Tensor, height: int) -> torch.Tensor:
 
 def _distance(kind: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Signed distance to the outline of a shape of radius 1 (negative inside); y points down."""
-    ax, ay = x.abs(), y.abs()
+    ax = x.abs()
+    ay = y.abs()
     if kind == "circle":
         return (x * x + y * y).sqrt() - 1
     if kind == "ring":
@@ -232,8 +233,17 @@ def clip_frames(
     for number, (scene, spot) in enumerate(
         zip(scenes, [place(rng, scene) for scene in scenes], strict=True), 1
     ):
-        spots, numbers = torch.tensor([spot] * per_scene), torch.full((per_scene,), number)
-        frames = paint([scene] * per_scene, numbers, moments, spots, shade, height, width)
+        spots = torch.tensor([spot] * per_scene)
+        numbers = torch.full((per_scene,), number)
+        frames = paint(
+            [scene] * per_scene,
+            numbers,
+            moments,
+            spots,
+            background=shade,
+            height=height,
+            width=width,
+        )
         frames = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
         parts.append(np.tile(frames.contiguous().numpy(), (repeats, 1, 1, 1)))
     return np.concatenate(parts)
@@ -249,7 +259,8 @@ def encode(frames: np.ndarray, rate: int, codec: str = "libx264", container: str
             codec, rate=rate, options={"crf": "20"} if codec == "libx264" else {}
         )
         stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt, stream.time_base = "yuv420p", Fraction(1, rate)
+        stream.pix_fmt = "yuv420p"
+        stream.time_base = Fraction(1, rate)
         stream.codec_context.thread_count = 1  # with more the bytes differ from run to run
         for image in frames:
             out.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
@@ -269,4 +280,4 @@ def write_clip(
     rng = random.Random(seed)
     story = draw_scenes(rng, scenes)
     height, width = size or rng.choice(CLIP_SIZES)
-    return story, encode(clip_frames(rng, story, height, width, rate, repeats), rate)
+    return story, encode(clip_frames(rng, story, height, width, rate=rate, repeats=repeats), rate)

@@ -34,7 +34,8 @@ from pipeline.driver.decode_queue import DECODES
 from pipeline.records import RunError, UsageError
 
 BUCKET = "s3://chaos"
-ENGINE, DECODERS = b"ray::EngineActor", (b"ray::decode_video", b"pipeline.video.sandbox")
+ENGINE = b"ray::EngineActor"
+DECODERS = (b"ray::decode_video", b"pipeline.video.sandbox")
 COLUMNS = ("request_id", "status", "text", "error_code")
 
 
@@ -75,10 +76,8 @@ def run(argv: list[str]) -> dict[str, Any]:
 
 def compare(peace: list[dict[str, Any]], storm: list[dict[str, Any]]) -> dict[str, Any]:
     """What the storm did to the rows."""
-    rows, counts = (
-        {row["request_id"]: row for row in storm},
-        Counter(row["request_id"] for row in storm),
-    )
+    rows = {row["request_id"]: row for row in storm}
+    counts = Counter(row["request_id"] for row in storm)
     known = {row["request_id"]: row for row in peace}
     both = known.keys() & rows.keys()
     return {
@@ -136,7 +135,9 @@ def _bucket() -> Iterator[str]:
 
 def _fill(flags: Flags, folder: Path) -> str:
     """Clips into the bucket, and a manifest of questions on them, each clip's together."""
-    rng, lines, pools = random.Random(flags.seed), [], []
+    rng = random.Random(flags.seed)
+    lines = []
+    pools = []
     for number in range(flags.clips):
         story, file = world.write_clip(flags.seed * 1000 + number, 1)
         storage.put(f"{BUCKET}/in/{number}.mp4", file)
@@ -220,14 +221,14 @@ class _Driver:
 
 def descendants(ancestor: int) -> dict[int, bytes]:
     """Process id → command line of what a process has started, directly or not."""
-    parents, commands = {}, {}
+    parents = {}
+    commands = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it may have ended meanwhile
-            stat, command = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
-            parents[int(folder.name)], commands[int(folder.name)] = (
-                int(stat.rpartition(")")[2].split()[1]),
-                command,
-            )
+            stat = (folder / "stat").read_text()
+            command = (folder / "cmdline").read_bytes()
+            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+            commands[int(folder.name)] = command
 
     def ours(process: int) -> bool:
         while process in parents:
@@ -266,7 +267,9 @@ class _Storm:
 
     def _live(self, driver: _Driver, goal: float, life: int) -> None:
         """Until so many parts are written, or the run ends."""
-        begun, safe, hit = self._parts(), 0, 0
+        begun = self._parts()
+        safe = 0
+        hit = 0
         while not driver.done and (parts := self._parts()) < goal:
             time.sleep(self.rng.uniform(0.1, 0.5))
             family = descendants(driver.process.pid)

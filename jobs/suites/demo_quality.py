@@ -88,7 +88,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     draft = draft_of(Job(draft=flags.draft, mode=flags.mode))
     engine = Engine.load(model_path(flags.model), device=flags.device)
     truth: dict[str, Asked] = {}
-    tally, results = Tally(), []
+    tally = Tally()
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         for result in engine.run(_requests(flags, engine, truth, Path(folder)), draft):
             if result.error is not None:
@@ -133,7 +134,14 @@ def _requests(
         for place, (prompt, answer) in enumerate(pairs):
             name = f"{number}/{place}"
             truth[name] = Asked(story, answer)
-            yield Request(name, prompt, frames, str(number), fps, Sampling(MAX_TOKENS))
+            yield Request(
+                name,
+                prompt=prompt,
+                frames=frames,
+                video=str(number),
+                fps=fps,
+                sampling=Sampling(MAX_TOKENS),
+            )
 
 
 def _clip(
@@ -149,7 +157,9 @@ def _clip(
         *LONG_SIZE, geometry.factor, geometry.min_pixels, geometry.max_pixels
     )
     once = scenes * geometry.tokens(int(world.SCENE_SECONDS * LONG_RATE), height, width)
-    return world.write_clip(seed, scenes, LONG_SIZE, LONG_RATE, max(1, round(visual_tokens / once)))
+    return world.write_clip(
+        seed, scenes, LONG_SIZE, LONG_RATE, repeats=max(1, round(visual_tokens / once))
+    )
 
 
 def _read(uri: str, engine: Engine, every_frame: bool) -> tuple[torch.Tensor, float]:

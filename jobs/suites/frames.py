@@ -80,7 +80,8 @@ def run(argv: list[str]) -> dict[str, Any]:
 def _decoding(flags: Flags, folder: Path, fps: float) -> dict[str, Any]:
     """CPU seconds of one thread, with few key frames and with many; ratios to decoding every frame
     unconverted."""
-    few, many = 250, int(RATE / fps / 2)
+    few = 250
+    many = int(RATE / fps / 2)
     return {
         f"gop_{gop}": _beside(write(folder / f"{fps}-{gop}.mp4", flags, gop, flags.seconds), fps)
         for gop in (few, many)
@@ -235,7 +236,8 @@ def _probing(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str,
     uris = [f"s3://{BUCKET}/{number}.mp4" for number in range(flags.probes)]
     for number, uri in enumerate(uris):
         storage.put(uri, clips[number % 2])
-    before, began = counts(), time.monotonic()
+    before = counts()
+    began = time.monotonic()
     found = storage.map_concurrently(probe, uris)
     seconds = time.monotonic() - began
     assert all(info.frames == 8 * RATE for info in found.values())
@@ -289,7 +291,9 @@ def write(
     at the front or the end."""
     once = path.with_suffix(".once.mp4")
     count = max(gop, 250 // gop * gop)
-    _encode(once, flags, gop, min(count, seconds * RATE), bitrate, height or flags.height)
+    _encode(
+        once, flags, gop, min(count, seconds * RATE), bitrate=bitrate, height=height or flags.height
+    )
     with (
         av.open(str(once)) as source,
         av.open(str(path), "w", options={"movflags": "+faststart"} if front else {}) as out,
@@ -300,14 +304,15 @@ def write(
         per_frame = round(Fraction(1, RATE) / stream.time_base)
         for number in range(seconds * RATE):
             turn, at = divmod(number, len(packets))
-            packet, old = av.Packet(bytes(packets[at])), packets[at]
+            packet = av.Packet(bytes(packets[at]))
+            old = packets[at]
             shift = turn * len(packets) * per_frame
-            packet.pts, packet.dts, packet.duration = old.pts + shift, old.dts + shift, per_frame
-            packet.time_base, packet.is_keyframe, packet.stream = (
-                stream.time_base,
-                old.is_keyframe,
-                target,
-            )
+            packet.pts = old.pts + shift
+            packet.dts = old.dts + shift
+            packet.duration = per_frame
+            packet.time_base = stream.time_base
+            packet.is_keyframe = old.is_keyframe
+            packet.stream = target
             out.mux(packet)
     once.unlink()
     return path
@@ -322,7 +327,9 @@ def _encode(path: Path, flags: Flags, gop: int, count: int, bitrate: int, height
     options = {"g": str(gop), "keyint_min": str(gop), "sc_threshold": "0", "preset": "veryfast"}
     with av.open(str(path), "w") as out:
         stream = out.add_stream("libx264", rate=RATE, options=options)
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        stream.height = height
+        stream.width = width
+        stream.pix_fmt = "yuv420p"
         if bitrate:
             stream.bit_rate = bitrate
         for number in range(count):

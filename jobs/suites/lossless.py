@@ -87,7 +87,8 @@ def run(argv: list[str]) -> dict[str, Any]:
         name: {"identical": 0, "total": 0, "proposed": 0, "accepted": 0, "cases": 0}
         for name in POLICIES
     }
-    halves, wrong = [], []
+    halves = []
+    wrong = []
     with tempfile.TemporaryDirectory() as folder:
         for model, share in itertools.groupby(cases, key=lambda case: case["model"]):
             subject = Subject.load(model, Path(folder), flags.requests)
@@ -144,7 +145,9 @@ class Subject:
     """A model, the requests that are put to it, and what they must be answered with."""
 
     def __init__(self, name: str, path: str, second: str, requests: int):
-        self.name, self.path, self.second = name, path, second
+        self.name = name
+        self.path = path
+        self.second = second
         self.engine = Engine.load(path)
         large = name == "smollm2"
         shown = _clips() if self.engine.checkpoint.takes_video else _prose(1500 if large else 500)
@@ -245,24 +248,41 @@ def _prose(longest: int) -> Iterator[Request]:
 def _clips() -> Iterator[Request]:
     """Ragged in context and length; some share a video, some show several videos or images, or
     nothing."""
-    rng, clips = random.Random(7), []
+    rng = random.Random(7)
+    clips = []
     for scenes in (4, 1, 6, 2, 3):
         height, width = rng.choice(((84, 112), (112, 84), (84, 84)))
         pixels = world.clip_frames(rng, world.draw_scenes(rng, scenes), height, width, rate=2)
         clips.append(torch.from_numpy(pixels))
     yield Request(
-        "caption", rng.choice(world.CAPTION_PROMPTS), clips[0], "0", sampling=_length(rng)
+        "caption",
+        prompt=rng.choice(world.CAPTION_PROMPTS),
+        frames=clips[0],
+        video="0",
+        sampling=_length(rng),
     )
-    yield Request("question", "Which shape is in scene 2?", clips[0], "0", sampling=_length(rng))
+    yield Request(
+        "question",
+        prompt="Which shape is in scene 2?",
+        frames=clips[0],
+        video="0",
+        sampling=_length(rng),
+    )
     yield Request("text", "Which shapes are there?", sampling=_length(rng))
-    yield Request("two", "Compare.", clips[1], videos=(clips[3],), sampling=_length(rng))
+    yield Request(
+        "two", prompt="Compare.", frames=clips[1], videos=(clips[3],), sampling=_length(rng)
+    )
     yield Request(
         "images", "What is in these?", images=(clips[2][0], clips[4][0]), sampling=_length(rng)
     )
     for at in itertools.count():
         clip = rng.randrange(len(clips))
         yield Request(
-            f"{at}", f"What is in scene {at}?", clips[clip], str(clip), sampling=_length(rng)
+            f"{at}",
+            prompt=f"What is in scene {at}?",
+            frames=clips[clip],
+            video=str(clip),
+            sampling=_length(rng),
         )
 
 
@@ -297,8 +317,11 @@ def in_bfloat16(subject: Subject) -> Halves:
     loose = replace(Engine.load(subject.path, dtype="bfloat16"), max_num_seqs=8)
     strict = replace(loose, strict=STRICT, max_num_seqs=3)
     asked = subject.asked("greedy")
-    dense, pinned = _texts(loose, asked, None), _texts(strict, asked, None)
-    gaps, strict_diverged, compared = [], 0, 0
+    dense = _texts(loose, asked, None)
+    pinned = _texts(strict, asked, None)
+    gaps = []
+    strict_diverged = 0
+    compared = 0
     for policy, gamma in HALVES:
         draft = subject.draft(policy, gamma, "r_KV=0.1")
         for name, text in _texts(loose, asked, draft).items():
@@ -310,7 +333,11 @@ def in_bfloat16(subject: Subject) -> Halves:
         again = _texts(strict, asked[::-1], draft)
         strict_diverged += sum(again[name] != pinned[name] for name in pinned)
     return Halves(
-        compared, gaps, compared, strict_diverged, sum(pinned[n] != dense[n] for n in dense)
+        compared,
+        gaps=gaps,
+        strict_rows=compared,
+        strict_diverged=strict_diverged,
+        strict_from_dense=sum(pinned[n] != dense[n] for n in dense),
     )
 
 
@@ -338,7 +365,8 @@ def _gap(engine: Engine, request: Request, one: list[int], other: list[int]) -> 
 
 def _bf16_figures(halves: list[Halves]) -> dict[str, Any]:
     gaps = [gap for half in halves for gap in half.gaps]
-    rows, strict_rows = sum(h.rows for h in halves), sum(h.strict_rows for h in halves)
+    rows = sum(h.rows for h in halves)
+    strict_rows = sum(h.strict_rows for h in halves)
     return {
         "rows": rows,
         "diverged": len(gaps),

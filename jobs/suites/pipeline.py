@@ -74,7 +74,8 @@ class _Measured:
 
     def emit(self, answer: Answer) -> None:
         """One request's result."""
-        result, self.ended = answer.result, time.monotonic()
+        result = answer.result
+        self.ended = time.monotonic()
         self.began = self.began or self.ended - result.decode_s
         self.worked += result.vision_s + result.prefill_s + result.decode_s
 
@@ -99,7 +100,8 @@ def _measure(flags: Flags) -> _Measured:
     """One engine with one slot; frames in flight are bounded to six videos."""
     requests = [planned(number) for number in range(flags.requests)]
     size = len(requests[0].plan.times) * requests[0].plan.height * requests[0].plan.width * 3
-    job, seen = Job(max_num_seqs=1, max_bytes_in_flight=6 * size), _Measured()
+    job = Job(max_num_seqs=1, max_bytes_in_flight=6 * size)
+    seen = _Measured()
     load = partial(load_stub, seconds=flags.seconds)
     decode = partial(decode_stub, seconds=_decoders(job) * flags.seconds / flags.speed)
     drive(job, Listed(requests, 1), 4096, seen.emit, seen, load=load, decode=decode)
@@ -132,7 +134,9 @@ def _manifest(flags: Flags) -> dict[str, Any]:
     """All of it: Parquet in, headers, waves, one engine, Parquet out."""
     with tempfile.TemporaryDirectory() as folder:
         source = _archive(flags, Path(folder))
-        before, began, first = _memory(), time.time(), Path(folder) / "first"
+        before = _memory()
+        began = time.time()
+        first = Path(folder) / "first"
         job = Job(input=source, output=str(Path(folder) / "out"), max_num_seqs=64)
         summary = run_job(job, load=partial(load_stub, begun=str(first)), decode=decode_stub)
         waited = first.stat().st_mtime - began

@@ -45,7 +45,9 @@ from std_core.cost_model.profile import Profile
 from std_core.engine.engine import Engine
 from std_core.types import Draft, Request, Result
 
-WINNERS, HEADROOM = 3, 1.08  # below which a mix tells nothing
+# below which a mix tells nothing
+WINNERS = 3
+HEADROOM = 1.08
 CELLS = 12
 APART = 1.4  # factor by which calibrated contexts differ from the cells'
 
@@ -140,10 +142,12 @@ def run(argv: list[str]) -> dict[str, Any]:
     """The suite's figures; the table goes to standard error."""
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite schedule")
     contexts, rows = (measure.numbers(name, getattr(flags, name)) for name in ("contexts", "rows"))
-    answers, gammas = _answers(flags.answers), measure.numbers("gammas", flags.gammas)
+    answers = _answers(flags.answers)
+    gammas = measure.numbers("gammas", flags.gammas)
     if len(contexts) * len(rows) * len(answers) > CELLS or flags.turns < 2:
         raise UsageError(f"at most {CELLS} cells and at least 2 turns are needed")
-    began, console = time.monotonic(), Console(stderr=True, width=160)
+    began = time.monotonic()
+    console = Console(stderr=True, width=160)
     torch.set_num_threads(flags.threads)
     profile = _profile(flags, contexts, rows)
     fixed = [
@@ -155,7 +159,7 @@ def run(argv: list[str]) -> dict[str, Any]:
         )
     cells: list[Cell] = []
     for context in contexts:
-        cells += _cells(engine, flags, context, rows, answers, fixed, profile)
+        cells += _cells(engine, flags, context, rows, answers=answers, fixed=fixed, profile=profile)
         console.print(table(cells, fixed))
     return {
         "model": flags.model,
@@ -219,7 +223,13 @@ def _cells(
     for count in rows:
         for answer in answers:
             yield _cell(
-                replace(known, max_num_seqs=count), flags, context, answer, whole, fixed, profile
+                replace(known, max_num_seqs=count),
+                flags,
+                context,
+                answer,
+                whole=whole,
+                fixed=fixed,
+                profile=profile,
             )
 
 
@@ -243,15 +253,24 @@ def _cell(
     )
     times: dict[Draft | None, Timed] = {draft: Timed() for draft in (None, *fixed)}
     dense = list(engine.run(asked, None, whole.prepare))
-    ways = _ways(engine.max_num_seqs, dense, kind, answer, profile)
-    chosen, plan = ways[0], times[None] if ways[0].draft is None else Timed()
+    ways = _ways(engine.max_num_seqs, dense, kind, answer, profile=profile)
+    chosen = ways[0]
+    plan = times[None] if ways[0].draft is None else Timed()
     for _ in range(flags.turns):
         for draft, timed in times.items():
             timed.add(list(engine.run(asked, draft, whole.prepare)))
         if chosen.draft is not None:
             paced = [chosen.pace, *asked]
             plan.add(list(engine.run(paced, chosen.widest, whole.prepare)))
-    return Cell(context, engine.max_num_seqs, answer, len(asked), times, ways, plan)
+    return Cell(
+        context,
+        rows=engine.max_num_seqs,
+        answer=answer,
+        count=len(asked),
+        times=times,
+        ways=ways,
+        plan=plan,
+    )
 
 
 def _asked(requests: Sequence[Request], rows: int, answer: Answer, flags: Flags) -> list[Request]:
@@ -265,14 +284,14 @@ def _ways(
     rows: int, dense: Sequence[Result], kind: str, answer: Answer, profile: Profile
 ) -> tuple[Candidate, ...]:
     """What the scheduler makes of a cell whose answers' lengths it knows."""
-    count, setting = (
-        len(dense),
-        Setting(rows, max_tokens=answer.length, draws="seeded" if answer.drawn else "greedy"),
-    )
+    count = len(dense)
+    setting = Setting(rows, max_tokens=answer.length, draws="seeded" if answer.drawn else "greedy")
     visual = statistics.fmean(r.num_visual_tokens for r in dense)
     context = visual + statistics.fmean(r.num_prompt_tokens for r in dense)
     longest = Load(round(context), round(visual), answer.length, draws=setting.draws)
-    mix = Mix(count, context, visual, count, longest, ((kind, count),))
+    mix = Mix(
+        count, context=context, visual=visual, videos=count, longest=longest, kinds=((kind, count),)
+    )
     known = replace(profile, lengths=((kind, statistics.fmean(len(r.token_ids) for r in dense)),))
     return choose(mix, known, History(), setting, 0)
 
@@ -289,7 +308,8 @@ def judged(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> dict[str,
         cell.fixed(draft, 0) / cell.count for cell, draft in zip(cells, oracle, strict=True)
     )
     by_plan = sum(cell.seconds(cell.plan, 0) / cell.count for cell in cells)
-    winners, headroom = len(set(oracle)), least / by_oracle
+    winners = len(set(oracle))
+    headroom = least / by_oracle
     return {
         "predicted_vs_measured": _errors(cells),
         "scheduler_vs_best_fixed": round(least / by_plan, 3),

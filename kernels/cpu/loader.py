@@ -47,7 +47,8 @@ ADVICE, PAGE, LARGE = 14, 4096, 2 << 20  # Linux's MADV_HUGEPAGE; bytes
 def large_pages(memory: torch.Tensor) -> torch.Tensor:
     """The same, whose memory the system is asked to make of large pages when it is first written. A
     request, which systems that have none or allow none leave aside."""
-    size, advise = memory.untyped_storage().nbytes(), _advise()
+    size = memory.untyped_storage().nbytes()
+    advise = _advise()
     if advise is not None and size >= 2 * LARGE:
         first = -(-memory.data_ptr() // PAGE) * PAGE
         advise(ctypes.c_void_p(first), ctypes.c_size_t(memory.data_ptr() + size - first), ADVICE)
@@ -84,15 +85,14 @@ def _kernels() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
             file=sys.stderr,
         )
         return {}
-    library, found = ctypes.CDLL(str(built)), {}
+    library = ctypes.CDLL(str(built))
+    found = {}
     for name, signature in SIGNATURES.items():
         for dtype, kind in KINDS.items():
             if hasattr(library, f"{name}_{kind}"):  # without AVX512_BF16 there is none for bfloat16
                 found[name, dtype] = kernel = getattr(library, f"{name}_{kind}")
-                kernel.argtypes, kernel.restype = (
-                    [TYPES[c] for c in signature.replace(" ", "")],
-                    None,
-                )
+                kernel.argtypes = [TYPES[c] for c in signature.replace(" ", "")]
+                kernel.restype = None
     return found
 
 

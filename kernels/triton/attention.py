@@ -41,7 +41,9 @@ def attend_rows(
     fixed: bool = False,
 ) -> Segment:
     """See `attention.attend_rows`."""
-    return _attend(query, own, lengths, prefix, groups, scale, SPLIT if fixed else 0)[:2]
+    return _attend(
+        query, own, lengths, prefix, groups=groups, scale=scale, step=SPLIT if fixed else 0
+    )[:2]
 
 
 def attend_blocks(
@@ -59,7 +61,7 @@ def attend_blocks(
 
     block: a multiple of 64.
     """
-    return _attend(query, own, lengths, prefix, groups, scale, block)
+    return _attend(query, own, lengths, prefix, groups=groups, scale=scale, step=block)
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,29 @@ def _attend(
     total = sum(part.splits for part in parts)
     out = torch.empty(rows, heads, width, total, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(rows, heads, width, total, dtype=torch.float32, device=query.device)
-    _launch(query, own, lengths, None, scale, step, parts[0], 0, out, lse)
+    _launch(
+        query, own, lengths, None, scale=scale, step=step, part=parts[0], first=0, out=out, lse=lse
+    )
     if shares:
         assert prefix is not None and groups is not None
         _launch(
-            query, prefix, groups.lengths, groups, scale, step, parts[1], parts[0].splits, out, lse
+            query,
+            prefix,
+            groups.lengths,
+            groups,
+            scale=scale,
+            step=step,
+            part=parts[1],
+            first=parts[0].splits,
+            out=out,
+            lse=lse,
         )
     merged = _merge(
         out,
         lse,
         groups.prefix if shares and groups is not None else None,
         parts[0].splits,
-        query.dtype,
+        dtype=query.dtype,
     )
     blocks = lse[..., parts[0].splits :]
     if shares and groups is not None:  # nobody wrote what belongs to rows without a prefix

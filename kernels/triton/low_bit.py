@@ -62,7 +62,8 @@ def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     rows, channels = x.shape
     outputs = len(packed.weight)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    tiles, blocks = triton.cdiv(rows, block_m), triton.cdiv(outputs, 64)
+    tiles = triton.cdiv(rows, block_m)
+    blocks = triton.cdiv(outputs, 64)
     splits = max(1, min(PROGRAMS // (tiles * blocks), channels // 512))
     part = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     _product[(blocks, splits, tiles)](

@@ -34,7 +34,8 @@ def sparse_linear(
     count = torch.empty(1, dtype=torch.int32, device=x.device)
     _active[(1,)](flat, order, count, threshold, rows, channels, BLOCK=1024)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    tiles, blocks = triton.cdiv(rows, block_m), triton.cdiv(outputs, 64)
+    tiles = triton.cdiv(rows, block_m)
+    blocks = triton.cdiv(outputs, 64)
     splits = max(1, min(PROGRAMS // (tiles * blocks), channels // 256))
     part = torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     _product[(blocks, splits, tiles)](

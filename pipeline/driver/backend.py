@@ -17,7 +17,8 @@ class Gone(Exception):
 
     def __init__(self, code: str, why: str):
         super().__init__(why)
-        self.code, self.why = code, why
+        self.code = code
+        self.why = why
 
 
 class Waves(Protocol):

@@ -70,11 +70,23 @@ def drive(
         watch.attach(
             ray.util.metrics, engines=count, device=settings["device"], max_bytes_in_flight=bound
         )
-        hands = RayHands(load, decode, job, options, settings)
+        hands = RayHands(load, decoder=decode, job=job, options=options, settings=settings)
         lanes = [Lane(number, job.max_num_seqs) for number in range(count)]
         intake = Intake(hands, waves, lanes, bound)
-        handover = Handover(job, max_model_len, hands, lanes, intake)
-        fleet = Fleet(job, waves, emit, tick, watch.look, hands, lanes, intake, handover)
+        handover = Handover(
+            job, max_model_len=max_model_len, hands=hands, lanes=lanes, intake=intake
+        )
+        fleet = Fleet(
+            job,
+            waves=waves,
+            emit=emit,
+            tick=tick,
+            notice=watch.look,
+            hands=hands,
+            lanes=lanes,
+            intake=intake,
+            handover=handover,
+        )
         try:
             fleet.run(stopped)
         finally:
@@ -144,7 +156,8 @@ def engine_share(job: Job) -> tuple[int, dict[str, Any], dict[str, Any]]:
         raise RunError("the cluster has fewer than 2 CPUs; an engine and a decoder need one each")
     if resources.get("GPU", 0) >= 1:
         return _share_of_gpus(job, machines, cpus)
-    count, ranks = job.concurrency or 1, job.tensor_parallel_size
+    count = job.concurrency or 1
+    ranks = job.tensor_parallel_size
     cores = int(max(machine.get("CPU", 0) for machine in machines))
     each = (cores - max(1, cores // 4)) / -(-count // len(machines)) / ranks
     options = {"num_cpus": int(each) if each >= 1 else round(each, 4)}
@@ -161,7 +174,8 @@ def _share_of_gpus(
             raise RunError(
                 f"{flag} is {gpus}: no machine of the cluster has more than {most:g} GPUs"
             )
-    ranks, of_rank = job.tensor_parallel_size, job.pipeline_parallel_size
+    ranks = job.tensor_parallel_size
+    of_rank = job.pipeline_parallel_size
     count = job.concurrency or int(
         sum(machine.get("GPU", 0) // (ranks * of_rank) for machine in machines)
     )

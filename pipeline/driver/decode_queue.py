@@ -74,7 +74,8 @@ class Intake:
     def decode(self, video: Video, lane: Lane, requests: list[Planned]) -> None:
         """Starts decoding; `requests` of the video wait for it."""
         known, pixels = self.hands.decode(video.requests[0].info, video.plan, lane.node)
-        video.pixels, video.tries = None, video.tries + 1
+        video.pixels = None
+        video.tries = video.tries + 1
         lane.decoding += len(requests)
         self.decoding[known] = (video, lane, requests, pixels)
 

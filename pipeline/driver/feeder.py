@@ -71,7 +71,9 @@ class Handover:
 
     def _set_up(self, lane: Lane, setup: Setup) -> None:
         if lane.setup != (fitting := lane.fitting(setup)):
-            lane.setup, lane.turn, lane.arrived = fitting, lane.turn + lane.arrived, False
+            lane.setup = fitting
+            lane.turn = lane.turn + lane.arrived
+            lane.arrived = False
 
     def _arriving(self, lane: Lane) -> bool:
         """Whether the engine may not have all yet that it was fed."""
@@ -125,8 +127,17 @@ class Handover:
     def _request(self, planned: Planned, frames: Frames) -> Request:
         room = self.max_model_len - planned.context
         sampling = replace(self.job.sampling, max_tokens=min(self.job.max_tokens, room))
-        name, prompt = planned.request_id, planned.item.prompt
-        return Request(name, prompt, None, planned.footage, frames.fps, sampling, times=frames.pts)
+        name = planned.request_id
+        prompt = planned.item.prompt
+        return Request(
+            name,
+            prompt=prompt,
+            frames=None,
+            video=planned.footage,
+            fps=frames.fps,
+            sampling=sampling,
+            times=frames.pts,
+        )
 
     def take(self, reference: Any) -> None:
         """Frames that were lost on their way are decoded again; of an engine's end its stream

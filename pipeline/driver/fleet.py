@@ -101,7 +101,8 @@ class Fleet:
 
     def _drain(self, stopped: list[int]) -> None:
         """Lets engines finish what they hold, until a second signal or for a while."""
-        ends, count = time.monotonic() + DRAIN, len(stopped)
+        ends = time.monotonic() + DRAIN
+        count = len(stopped)
         while (
             any(lane.held for lane in self.lanes)
             and time.monotonic() < ends
@@ -148,7 +149,15 @@ class Fleet:
         for request in lost:
             if (name := request.request_id) in self.handover.open and name not in held:
                 self.handover.suspects.drop([name])
-                self._answer(Result(name, [], "", "error", error=arrival.failed[request.footage]))
+                self._answer(
+                    Result(
+                        name,
+                        token_ids=[],
+                        text="",
+                        finish_reason="error",
+                        error=arrival.failed[request.footage],
+                    )
+                )
 
     # ---------------------------------------------------------------------------------- the engines
 
@@ -217,7 +226,8 @@ class Fleet:
             self._died(lane, Gone("worker_killed", "a part of it ended by itself"))
 
     def _take_beat(self, lane: Lane) -> None:
-        reference, lane.beat = lane.beat, None
+        reference = lane.beat
+        lane.beat = None
         try:
             pulse = self.hands.get(reference)
         except Gone:
@@ -260,8 +270,11 @@ class Fleet:
     def _died(self, lane: Lane, gone: Gone, when: str = "") -> None:
         """An engine is gone: what it held is run again, as suspects, or with half the slots if its
         memory was full."""
-        trial, queue, setup = lane.trial, lane.queue, lane.setup
-        code, why = CODES.get(gone.code, gone.code), gone.why + when
+        trial = lane.trial
+        queue = lane.queue
+        setup = lane.setup
+        code = CODES.get(gone.code, gone.code)
+        why = gone.why + when
         slots = setup.max_num_seqs if setup is not None else lane.slots
         full = code == "out_of_memory" and slots > 1
         if full:
@@ -299,7 +312,15 @@ class Fleet:
     def _blame(self, culprit: str, code: str, why: str) -> None:
         self.blamed += 1
         message = f"an engine that had nobody else ended twice: {why}"
-        self._answer(Result(culprit, [], "", "error", error=RequestError(code, message)))
+        self._answer(
+            Result(
+                culprit,
+                token_ids=[],
+                text="",
+                finish_reason="error",
+                error=RequestError(code, message),
+            )
+        )
         if self.blamed >= STARTS and self.blamed == self.answered:
             raise RunError(
                 f"each of the first {self.blamed} requests ended its engine: {why}; {RESUMES}"

@@ -102,7 +102,8 @@ class EngineActor:
         any."""
         import torch  # the engine's process has it
 
-        frames, line = torch.from_numpy(pixels), self.lines.setdefault(turn, queue.SimpleQueue())
+        frames = torch.from_numpy(pixels)
+        line = self.lines.setdefault(turn, queue.SimpleQueue())
         if setup.pace is not None:
             line.put(setup.pace)
         for request, own in zip(requests, numbers, strict=True):

@@ -47,7 +47,8 @@ class Video:
 
     def arrived(self, frames: Frames, pixels: Any) -> dict[str, RequestError]:
         """Takes what was decoded; returns why of some footage nothing can be shown."""
-        self.pixels, failed = pixels, {}
+        self.pixels = pixels
+        failed = {}
         for footage, plan in {request.footage: request.plan for request in self.requests}.items():
             own, numbers = part(frames, self.plan, plan)
             if isinstance(own, RequestError):
@@ -65,7 +66,13 @@ def videos(wave: Wave) -> Iterator[Video]:
     """The wave's requests by what is decoded together, in its order."""
     turn = Turn(wave, len(wave.requests))
     for span in spans(wave.requests):
-        yield Video(turn, list(span.requests), span.plan, span.nbytes, len(span.requests))
+        yield Video(
+            turn,
+            requests=list(span.requests),
+            plan=span.plan,
+            nbytes=span.nbytes,
+            left=len(span.requests),
+        )
 
 
 @dataclass(eq=False)
@@ -125,10 +132,14 @@ class Lane:
     def lost(self) -> list[Planned]:
         """Forgets the engine, and what was asked of it; returns what it held, in the order in which
         it was handed."""
-        held, self.held = [request for request, _ in self.held.values()], {}
+        held = [request for request, _ in self.held.values()]
+        self.held = {}
         self.engine = self.node = self.results = self.beat = self.trial = self.setup = None
-        self.ready, self.others = [], []
-        self.pulse, self.answered, self.turn = -1, 0, 0
+        self.ready = []
+        self.others = []
+        self.pulse = -1
+        self.answered = 0
+        self.turn = 0
         self.retires = self.arrived = False
         return held
 

@@ -93,7 +93,9 @@ def open_manifest(
             raise UsageError(f"{storage.shown(uri)}: there is no such file")
         if suffix == ".txt":
             return _of_videos(lambda: _lines(uri), prompts, uri)
-        return _of_table(uri, _TABLES[suffix], prompts, video_column, question_column)
+        return _of_table(
+            uri, _TABLES[suffix], prompts, video_column, question_column=question_column
+        )
     except RequestError as error:
         raise UsageError(f"the input cannot be read: {error.message}") from error
 
@@ -185,7 +187,11 @@ def _of_table(
     def items() -> Iterator[Item]:
         with _readable(uri):
             yield from _items(
-                table.batches(uri, schema), roles, carried.names, prompts, storage.parent(uri)
+                table.batches(uri, schema),
+                roles,
+                carried.names,
+                prompts,
+                folder=storage.parent(uri),
             )
 
     return Manifest(carried, items)
@@ -194,13 +200,13 @@ def _of_table(
 def _roles(
     uri: str, schema: pa.Schema, video_column: str | None, question_column: str | None
 ) -> _Roles:
-    video = _column(uri, schema, video_column, VIDEO_COLUMNS, "video")
+    video = _column(uri, schema, video_column, VIDEO_COLUMNS, what="video")
     if video is None:
         raise UsageError(
             f"{storage.shown(uri)} has no column {', '.join(VIDEO_COLUMNS)}; "
             f"it has {_listed(schema)}: name the one that holds the videos"
         )
-    question = _column(uri, schema, question_column, QUESTION_COLUMNS, "question")
+    question = _column(uri, schema, question_column, QUESTION_COLUMNS, what="question")
     return _Roles(video, question, _ID_COLUMN if _ID_COLUMN in schema.names else None)
 
 
@@ -248,7 +254,7 @@ def _items(
     for batch in batches:
         for start in range(0, batch.num_rows, _WINDOW):
             for row in _by_video(
-                _rows(batch.slice(start, _WINDOW), roles, carried, prompts, folder)
+                _rows(batch.slice(start, _WINDOW), roles, carried, prompts, folder=folder)
             ):
                 yield replace(row, occurrence=count(row.video_uri, row.prompt, row.given_id))
 
@@ -269,10 +275,8 @@ def _rows(
     videos = _text(batch, roles.video)
     questions = _text(batch, roles.question) if roles.question else None
     given = _text(batch, roles.given_id) if roles.given_id else None
-    columns, at = (
-        [_values(column) for column in batch.columns],
-        batch.schema.names.index(roles.video),
-    )
+    columns = [_values(column) for column in batch.columns]
+    at = batch.schema.names.index(roles.video)
     for i, video in enumerate(videos):
         row = {name: values[i] for name, values in zip(carried, columns, strict=True)}
         if isinstance(value := row[carried[at]], str):

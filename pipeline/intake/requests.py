@@ -30,7 +30,9 @@ from pipeline.video.windows import Window, windows
 if TYPE_CHECKING:  # the records here are a driver's too, which does without PyTorch
     from std_core.model.checkpoint import Checkpoint
 
-FIRST, MOST = 64, 1024  # requests that are looked at together
+# requests that are looked at together
+FIRST = 64
+MOST = 1024
 
 Probed = Callable[[Set[str]], Mapping[str, VideoInfo | RequestError]]  # what is known of each video
 _Version = tuple[int | None, str | None]
@@ -143,7 +145,8 @@ def found(
 ) -> Iterator[list[Found]]:
     """All requests, planned or failed, in batches: small ones at first, so that engines begin
     early."""
-    rest, size = iter(pending), FIRST
+    rest = iter(pending)
+    size = FIRST
     while batch := list(islice(rest, size)):
         size = min(MOST, 2 * size)
         yield list(look(batch, job, checkpoint, probed))
@@ -182,7 +185,12 @@ def _plan(
             f"{window}: lower fps, max_frames, max_pixels or total_pixels",
         )
     return Planned(
-        pending.request_id, pending.item, info, frames, text + frames.tokens, pending.window
+        pending.request_id,
+        item=pending.item,
+        info=info,
+        plan=frames,
+        context=text + frames.tokens,
+        window=pending.window,
     )
 
 

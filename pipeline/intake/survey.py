@@ -105,7 +105,9 @@ class Apart:
 
     def __init__(self, job: Job, prompts: Sequence[str]):
         self._asked = job, tuple(prompts)
-        self._rows, self._handed_on = (b"", b""), bytearray()  # joined fingerprints
+        # joined fingerprints
+        self._rows = (b"", b"")
+        self._handed_on = bytearray()
         self._begun = self._wary = False
         self._facts: Facts | None = None
         self._closing: Closing | None = None
@@ -120,7 +122,8 @@ class Apart:
 
     def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
         _ = self.facts  # which come first
-        self._rows, self._begun = (b"".join(done), b"".join(failed)), True
+        self._rows = (b"".join(done), b"".join(failed))
+        self._begun = True
         self._tell(self._rows)
         return self
 

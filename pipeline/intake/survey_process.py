@@ -47,23 +47,28 @@ class Survey:
 
     def __init__(self, job: Job, prompts: Sequence[str], probed: Probed = requests.probed):
         self.probed = probed
-        self.job, self.checkpoint = job, _load(job)
+        self.job = job
+        self.checkpoint = _load(job)
         _check_draft(job, self.checkpoint)
         window = window_of(job, self.checkpoint)
         manifest = manifest_of(job, prompts)
         here = device_at_hand("cuda" if torch.cuda.is_available() else "cpu")
-        revision, account = self.checkpoint.revision, self.checkpoint.account(job.dtype)
+        revision = self.checkpoint.revision
+        account = self.checkpoint.account(job.dtype)
         self.facts = Facts(
             revision, window, account, self.checkpoint.draws, here, manifest.input_schema
         )
-        self._items, self.closing = manifest.items, Closing(0, 0)
+        self._items = manifest.items
+        self.closing = Closing(0, 0)
 
     def found(
         self, done: Set[bytes] = frozenset(), failed: Set[bytes] = frozenset()
     ) -> Iterator[list[Found]]:
         """As `Surveyor.begin` has it, in batches; `closing` is of what was read."""
         items = islice(self._items(), self.job.limit)
-        every = Requests(items, self.job, self.facts.revision, set(), self.probed)
+        every = Requests(
+            items, job=self.job, revision=self.facts.revision, ids=set(), probed=self.probed
+        )
         yield from found(every.without_row(done), self.job, self.checkpoint, self.probed)
         self.closing = Closing(len(every.ids), len(every.ids & failed))
 

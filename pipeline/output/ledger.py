@@ -22,7 +22,8 @@ from pipeline import storage
 from pipeline.records import RequestError, RunError, UsageError
 
 PART = re.compile(r"part-([0-9a-f]{32})\.parquet")
-RENEW_S, EXPIRE_S = 3.0, 10.0
+RENEW_S = 3.0
+EXPIRE_S = 10.0
 _ID = 16  # bytes of a request id
 
 
@@ -141,7 +142,9 @@ class Lease:
     of its own."""
 
     def __init__(self, output: str, epoch: int, clock: Callable[[], float]):
-        self._folder, self.epoch, self._clock = storage.join(output, "_lease"), epoch, clock
+        self._folder = storage.join(output, "_lease")
+        self.epoch = epoch
+        self._clock = clock
         self._owner = f"{socket.gethostname()} process {os.getpid()} {uuid.uuid4().hex}"
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
@@ -229,7 +232,8 @@ def _wait_for_expiry(
 ) -> None:
     """Returns once a lease is over: released, too old, or, where clocks differ, seen unchanged for
     long enough."""
-    first, start = _read_lease(folder, epoch), clock()
+    first = _read_lease(folder, epoch)
+    start = clock()
     while (now := _read_lease(folder, epoch)) and not now["released"]:
         if first and now["renewed"] != first["renewed"]:
             owner = now["owner"].rpartition(" ")[0]

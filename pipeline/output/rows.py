@@ -57,9 +57,10 @@ def draft_name(job: Job, draft: Draft | None) -> str:
 
 def answered(run: Provenance, answer: Answer) -> dict[str, Any]:
     """The row of a request that reached the decoder."""
-    planned, result = answer.request, answer.result
+    planned = answer.request
+    result = answer.result
     row = run.columns | _asked(
-        run.job, planned.request_id, planned.item, planned.info, planned.window
+        run.job, planned.request_id, planned.item, planned.info, window=planned.window
     )
     row |= {"draft": draft_name(run.job, answer.draft), "attempts": answer.attempts}
     row |= {"planned_visual_tokens": planned.plan.tokens, **_seen(answer.frames)}
@@ -71,7 +72,7 @@ def answered(run: Provenance, answer: Answer) -> dict[str, Any]:
 def failed(run: Provenance, failure: Failed) -> dict[str, Any]:
     """The row of a request that was given up before its frames were decoded."""
     pending = failure.pending
-    asked = _asked(run.job, pending.request_id, pending.item, failure.info, pending.window)
+    asked = _asked(run.job, pending.request_id, pending.item, failure.info, window=pending.window)
     return run.columns | {"attempts": 1} | asked | _error(failure.error)
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 
-_TEXT, _REAL, _COUNT = pa.string(), pa.float64(), pa.int32()
+_TEXT = pa.string()
+_REAL = pa.float64()
+_COUNT = pa.int32()
 
 RESULT_SCHEMA = pa.schema(
     {
@@ -51,7 +53,8 @@ RESULT_SCHEMA = pa.schema(
 def carried_name(column: str, columns: Iterable[str]) -> str:
     """What an input column is called in the output: its own name, or `input_<name>` where that is
     taken."""
-    taken, name = {*RESULT_SCHEMA.names, *columns} - {column}, column
+    taken = {*RESULT_SCHEMA.names, *columns} - {column}
+    name = column
     while name in RESULT_SCHEMA.names or name in taken:
         name = f"input_{name}"
     return name

@@ -27,7 +27,8 @@ from pipeline.records import RequestError, UsageError
 
 __all__ = ["RESULT_SCHEMA", "Output", "carried_name", "open_output", "output_schema", "read"]
 
-ROWS_PER_PART, SECONDS_PER_PART = 512, 60.0
+ROWS_PER_PART = 512
+SECONDS_PER_PART = 60.0
 _SUMMED = ("num_prompt_tokens", "num_visual_tokens", "num_generated_tokens", "frames_lost", "kv_keep",
            "rounds", "proposed", "accepted", "vision_s", "prefill_s", "decode_s")  # fmt: skip
 
@@ -49,13 +50,11 @@ class Output:
         clock: Callable[[], float],
         rows_per_part: int,
     ):
-        self._uri, self._schema, self._lease, self._clock, self._rows_per_part = (
-            uri,
-            schema,
-            lease,
-            clock,
-            rows_per_part,
-        )
+        self._uri = uri
+        self._schema = schema
+        self._lease = lease
+        self._clock = clock
+        self._rows_per_part = rows_per_part
         self.done: set[bytes] = set()
         self.failed: set[bytes] = set()
         self._records: dict[str, Record] = {}
@@ -107,7 +106,8 @@ class Output:
         for an unknown column or a request that has its row already, LeaseLost, RequestError."""
         if unknown := row.keys() - set(self._schema.names):
             raise ValueError(f"the output has no column {', '.join(sorted(unknown))}")
-        fingerprint, now = bytes.fromhex(row["request_id"]), self._clock()
+        fingerprint = bytes.fromhex(row["request_id"])
+        now = self._clock()
         if fingerprint in self.done:
             raise ValueError(f"request {row['request_id']} has its row already")
         self.done.add(fingerprint)
@@ -189,7 +189,8 @@ class Output:
     def _commit(self, table: pa.Table, ids: Sequence[bytes], replaces: Sequence[bytes]) -> None:
         """Part, then record."""
         self._sequence += 1
-        epoch, data = self._lease.epoch, parts.to_parquet(table, self._lease.epoch)
+        epoch = self._lease.epoch
+        data = parts.to_parquet(table, self._lease.epoch)
         record = Record(
             name=ledger.part_name(ids, f"{epoch}.{self._sequence}" if replaces else ""),
             epoch=epoch,
@@ -287,7 +288,8 @@ def open_output(
     Raises UsageError, with nothing touched, if files lie there that are not ours, if its columns
     differ, if another driver is at work or if it cannot be written; RequestError if storage fails
     later."""
-    uri, schema = storage.normalize(uri).rstrip("/"), output_schema(input_schema.remove_metadata())
+    uri = storage.normalize(uri).rstrip("/")
+    schema = output_schema(input_schema.remove_metadata())
     try:
         contents = parts.look(uri)
         parts.check_schema(uri, contents.records, schema)
@@ -295,7 +297,7 @@ def open_output(
         storage.make_folder(storage.join(uri, "_ledger"))
     except RequestError as error:
         raise UsageError(f"the output cannot be used: {error.message}") from error
-    output = Output(uri, schema, lease, clock, rows_per_part)
+    output = Output(uri, schema=schema, lease=lease, clock=clock, rows_per_part=rows_per_part)
     try:
         output.start(parts.look(uri, contents.records), retry_failed)
     except BaseException:

@@ -35,14 +35,16 @@ def choose(
         that a wrong
             expectation is found out.
     """
-    dense = _weighed(None, mix, profile, history, setting)
+    dense = _weighed(None, mix, profile, history, setting=setting)
     if setting.draft is None:
         return tuple(filter(None, [dense]))
     if isinstance(setting.draft, Draft) or not profile.drafts:
         draft = setting.draft if isinstance(setting.draft, Draft) else setting.default
-        named = _weighed(_tried(draft, profile), mix, profile, history, setting)
+        named = _weighed(_tried(draft, profile), mix, profile, history, setting=setting)
         return tuple(_gains([*filter(None, [named, dense])], dense)) if named else ()
-    best = [c for c in (_best(t, mix, profile, history, setting) for t in profile.drafts) if c]
+    best = [
+        c for c in (_best(t, mix, profile, history, setting=setting) for t in profile.drafts) if c
+    ]
     found = sorted(_gains([*filter(None, [dense]), *best], dense), key=lambda c: c.seconds)
     chosen = next((c for c in found if c.draft is None or c.gain >= GAIN), None)
     dropped = [c for c in found if c is not chosen and c.draft is not None]
@@ -51,7 +53,7 @@ def choose(
     others = [c for c in found if c is not chosen]
     if chosen and chosen.draft is not None:
         chosen = replace(
-            chosen, pace=_pace(chosen, mix, profile, history, setting, gate=not explores)
+            chosen, pace=_pace(chosen, mix, profile, history, setting=setting, gate=not explores)
         )
         chosen = replace(
             chosen,
@@ -68,9 +70,9 @@ def slots_of(load: Load, profile: Profile, setting: Setting, draft: Draft | None
         load,
         memory,
         setting.max_num_seqs,
-        draft,
-        _pair(profile, draft),
-        profile.device.kind,
+        draft=draft,
+        pair=_pair(profile, draft),
+        kind=profile.device.kind,
     )
 
 
@@ -122,7 +124,11 @@ def _best(
 ) -> Candidate | None:
     """With the γ that is expected to be fastest."""
     found = [
-        c for c in (_weighed(t, mix, profile, history, setting) for t in _each(tried, setting)) if c
+        c
+        for c in (
+            _weighed(t, mix, profile, history, setting=setting) for t in _each(tried, setting)
+        )
+        if c
     ]
     return min(found, key=lambda c: c.seconds, default=None)
 
@@ -143,14 +149,16 @@ def _pace(
     they have room for and, if it has a gate, of dense steps. A second model, which a dense step
     does not feed, has none."""
     assert chosen.draft is not None
-    tried, gate = _tried(chosen.draft, profile), gate and not chosen.draft.model
+    tried = _tried(chosen.draft, profile)
+    gate = gate and not chosen.draft.model
     ways = [
         t
         for t in _each(tried, setting)
         if slots_of(mix.longest, profile, setting, t.draft) >= chosen.slots
     ]
     grown = _written(mix, profile, history, setting) / mix.count / 2
-    dense, drafted = history.speed(None), history.speed(chosen.draft)
+    dense = history.speed(None)
+    drafted = history.speed(chosen.draft)
     expected = _expected(tried, mix, history, setting)
     levels = [expected.moved((level + 0.5) / LEVELS) for level in range(LEVELS)]
     yields = {
@@ -159,7 +167,7 @@ def _pace(
     }
 
     def fastest(rows: int) -> tuple[int, ...]:
-        step = Steps(profile, mix, rows, grown, setting.drawn)
+        step = Steps(profile, mix=mix, rows=rows, grown=grown, drawn=setting.drawn)
         times = {t.draft.gamma: step.round(t, setting.strict)[0] * drafted for t in ways}
         if gate:
             times = {0: step.round(None, setting.strict)[0] * dense} | times
@@ -182,17 +190,21 @@ def _weighed(
     gamma = draft.gamma if draft else 0
     rounds = plain_rounds = rate = 0.0  # of all requests
     for kind, count in mix.kinds:
-        length, chances = (
-            expected_length(kind, profile, history, setting),
-            _chances(tried, mix, kind, history, setting),
-        )
+        length = expected_length(kind, profile, history, setting)
+        chances = _chances(tried, mix, kind, history, setting=setting)
         rounds += count * chances.rounds(
             length - 1, gamma
         )  # the first token comes with the prefill
         plain_rounds += count * NONE.rounds(length - 1, 0)
         rate += count * chances.rate(gamma)
     written = _written(mix, profile, history, setting)
-    step = Steps(profile, mix, min(slots, mix.count), written / mix.count / 2, setting.drawn)
+    step = Steps(
+        profile,
+        mix=mix,
+        rows=min(slots, mix.count),
+        grown=written / mix.count / 2,
+        drawn=setting.drawn,
+    )
     round_s, read = step.round(tried, setting.strict)
     plain_s, plain = step.round(None, setting.strict)
     once = tried.once[0] + tried.once[1] * mix.context if tried else 0.0
@@ -234,7 +246,9 @@ def _chances(
 
 def _expected(tried: Tried, mix: Mix, history: History, setting: Setting) -> Chances:
     """Of all kinds of prompts together."""
-    each = [(_chances(tried, mix, kind, history, setting), count) for kind, count in mix.kinds]
+    each = [
+        (_chances(tried, mix, kind, history, setting=setting), count) for kind, count in mix.kinds
+    ]
     places = range(max(len(chances.by_place) for chances, _ in each))
     return Chances(
         tuple(
@@ -275,14 +289,16 @@ class Steps:
         ), read
 
     def _draft(self, tried: Tried) -> tuple[float, float]:
-        draft, account = tried.draft, tried.pair or self.profile.account
+        draft = tried.draft
+        account = tried.pair or self.profile.account
         if draft.policy == "ngram":
             return self._step(tried.cost, 0.0, 1, 0.0)
         weights = account.weights_read(
             None if tried.pair else draft, self.rows, self.profile.union_of(draft, self.rows)
         )
         if draft.policy == "full" and not tried.pair:  # it reads what the full model reads
-            entries, looked_at = self._read(), self._looked_at()
+            entries = self._read()
+            looked_at = self._looked_at()
         else:
             kept = min(
                 self.mix.visual, draft.k if draft.k is not None else draft.keep * self.mix.visual

@@ -133,10 +133,8 @@ def seconds(waves: Sequence[Wave], profile: Profile) -> dict[str, float]:
     for wave in waves:
         known: set[tuple[object, ...]] = set()
         for request in wave.requests:
-            text, video = (
-                request.context - request.plan.tokens,
-                (request.info.uri, request.plan.times),
-            )
+            text = request.context - request.plan.tokens
+            video = (request.info.uri, request.plan.times)
             if video not in known:
                 known.add(video)
                 found["vision"] += request.plan.tokens * profile.vision

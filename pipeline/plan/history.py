@@ -55,14 +55,17 @@ class History:
         """Once a wave, or a part of it, is through."""
         kinds = {request.request_id: kind_of(request.item.prompt) for request in wave.requests}
         good = [r for r in results if r.error is None and r.request_id in kinds]
-        accepts, speeds, lengths = self.accepts, self.speeds, self.lengths
+        accepts = self.accepts
+        speeds = self.speeds
+        lengths = self.lengths
         for kind in sorted({kinds[r.request_id] for r in good}):
             some = [r for r in good if kinds[r.request_id] == kind]
             lengths = _with(lengths, (kind,), statistics.fmean(len(r.token_ids) for r in some))
             # dense rounds of a wave that drafts judge nothing
             if wave.draft is not None and min(_rounds(some), _judged(some)) >= ROUNDS:
                 accepts = _with(accepts, (draft_key(wave.draft), kind), chances(*judged(some)))
-        expected, spent = sum(_foretold(r, wave) for r in good), sum(r.decode_s for r in good)
+        expected = sum(_foretold(r, wave) for r in good)
+        spent = sum(r.decode_s for r in good)
         if _rounds(good) >= ROUNDS and expected > 0 and spent > 0:
             speeds = _with(speeds, (draft_key(wave.draft),), spent / expected)
         return replace(self, accepts=accepts, speeds=speeds, lengths=lengths)
@@ -110,7 +113,8 @@ def _foretold(result: Result, wave: Wave) -> float:
     evenly with it."""
     if not wave.why:
         return 0.0
-    way, gamma = wave.why[0], wave.draft.gamma if wave.draft else 0
+    way = wave.why[0]
+    gamma = wave.draft.gamma if wave.draft else 0
     return result.rounds * way.round_s + (result.drafted - result.rounds * gamma) * way.token_s
 
 

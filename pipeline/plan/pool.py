@@ -47,13 +47,12 @@ class Pool:
         profile_on: Callable[[Device], Profile],
         setting: Setting,
     ):
-        self._found, self._failed, self._handed, self._profile_on = (
-            found,
-            failed,
-            handed,
-            profile_on,
-        )
-        self.setting, self.history = setting, History()
+        self._found = found
+        self._failed = failed
+        self._handed = handed
+        self._profile_on = profile_on
+        self.setting = setting
+        self.history = History()
         self.profile: Profile | None = None
         self._planned: deque[Planned] = deque()  # not looked at yet
         self._pool: list[Planned] = []

@@ -60,7 +60,7 @@ def profile_for(uri: str, model: str, dtype: str, account: Account, at_hand: Dev
     if not uri:
         return unmeasured(at_hand, account, model, dtype)
     profile = read_profile(uri)
-    check(profile, uri, model, dtype, at_hand)
+    check(profile, uri, model, dtype, device=at_hand)
     return profile
 
 

@@ -78,10 +78,8 @@ class Mix:
     @classmethod
     def of(cls, requests: Sequence[Planned], setting: Setting) -> Mix:
         count = len(requests)
-        visual, text = (
-            max(r.plan.tokens for r in requests),
-            max(r.context - r.plan.tokens for r in requests),
-        )
+        visual = max(r.plan.tokens for r in requests)
+        text = max(r.context - r.plan.tokens for r in requests)
         kinds: dict[str, int] = {}
         for request in requests:
             kind = kind_of(request.item.prompt)
@@ -102,5 +100,10 @@ def load_of(request: Planned, setting: Setting) -> Load:
 
 def _load(context: int, visual: int, setting: Setting) -> Load:
     return Load(
-        context, visual, setting.max_tokens, setting.prefill_chunk, setting.strict, setting.draws
+        context,
+        visual=visual,
+        written=setting.max_tokens,
+        chunk=setting.prefill_chunk,
+        strict=setting.strict,
+        draws=setting.draws,
     )

@@ -112,7 +112,8 @@ def cut(
         most: requests in a wave, unless it has fewer than slots.
     """
     wave: list[Planned] = []
-    longest, room = 0, 1
+    longest = 0
+    room = 1
     for group in _by_video(pool):
         context = max(r.context for r in group)
         alike = longest <= LIKE * context
@@ -123,7 +124,8 @@ def cut(
                 yield wave
             wave = []
         if not wave:
-            longest, room = context, slots(max(group, key=lambda r: r.context))
+            longest = context
+            room = slots(max(group, key=lambda r: r.context))
         wave += group
     if wave and (closed or len(wave) >= HALF * room):
         yield wave

@@ -119,13 +119,21 @@ class Facts:
 
 def gather(output: str, price: float | None = None) -> Facts:
     """Reads an output. Raises UsageError where there is none, RequestError."""
-    table, last = parts.read(output), last_stretch(runs(output))
+    table = parts.read(output)
+    last = last_stretch(runs(output))
     errors = pc.sum(pc.equal(table["status"], "error")).as_py() or 0
     everything = (table.num_rows, errors)
     if last:  # clocks may differ by a second between what wrote the row and what began the run
         since = pa.scalar(int((last[0].began - 1) * 1e6), pa.timestamp("us", tz="UTC"))
         table = table.filter(pc.greater_equal(table["created_at"], since))
-    return Facts(storage.redact(output), table, last, everything, _summary(output), price)
+    return Facts(
+        storage.redact(output),
+        table=table,
+        runs=last,
+        everything=everything,
+        summary=_summary(output),
+        price=price,
+    )
 
 
 def _summary(output: str) -> Mapping[str, Any]:
@@ -208,7 +216,8 @@ class Bucket:
 def buckets(facts: Facts) -> list[Bucket]:
     """Of the rows that have a text, by context length and draft, shortest first."""
     context = np.maximum(facts.context[facts.good], 1)
-    longest, drafts = 2 ** np.ceil(np.log2(context)).astype(np.int64), facts.drafts[facts.good]
+    longest = 2 ** np.ceil(np.log2(context)).astype(np.int64)
+    drafts = facts.drafts[facts.good]
     keys = sorted(set(zip(longest.tolist(), drafts.tolist(), strict=True)))
     return [_bucket(facts, *key, (longest == key[0]) & (drafts == key[1])) for key in keys]
 
@@ -220,12 +229,23 @@ def _bucket(facts: Facts, longest: int, draft: str, among: np.ndarray) -> Bucket
     )
     seconds = tuple(float(s) for s in facts.engine_s[:, facts.good][:, among].sum(1))
     t, r, p, a = (float(values.sum()) for values in (tokens, rounds, proposed, accepted))
-    return Bucket(longest, draft, int(among.sum()), t, r, p, a, _error(accepted, proposed), seconds)
+    return Bucket(
+        longest,
+        draft=draft,
+        rows=int(among.sum()),
+        tokens=t,
+        rounds=r,
+        proposed=p,
+        accepted=a,
+        error=_error(accepted, proposed),
+        seconds=seconds,
+    )
 
 
 def _error(accepted: np.ndarray, proposed: np.ndarray) -> float:
     """Of a ratio of sums."""
-    count, whole = len(proposed), proposed.sum()
+    count = len(proposed)
+    whole = proposed.sum()
     if count < 2 or not whole:
         return 0.0
     rest = accepted - accepted.sum() / whole * proposed

@@ -16,7 +16,8 @@ from matplotlib.ticker import Formatter, FuncFormatter
 
 from pipeline.report.data import Facts
 
-INK, GRID = "#33404d", "#d9dfe5"
+INK = "#33404d"
+GRID = "#d9dfe5"
 COLOURS = {
     "vision": "#4e9a8f",
     "prefill": "#e0a43c",

@@ -39,7 +39,8 @@ def plots(facts: Facts) -> list[Plot]:
 
 def throughput(facts: Facts) -> Plot:
     """Tokens a second, and requests a minute by what became of them."""
-    name, title = "throughput", "Throughput over time"
+    name = "throughput"
+    title = "Throughput over time"
     if not facts.table.num_rows:
         return Plot(name, title, "No row was written, so there is no throughput to show.")
     figure, (upper, lower) = panels(4.2, 2)
@@ -70,7 +71,8 @@ def throughput(facts: Facts) -> Plot:
 
 def engine(facts: Facts) -> Plot:
     """Busy and idle, and the frames that wait."""
-    name, title = "engine", "Engine busy and idle"
+    name = "engine"
+    title = "Engine busy and idle"
     if not facts.engine_s.sum():
         return Plot(name, title, "No request reached an engine, so none was busy.")
     figure, (upper, lower) = panels(4.2, 2)
@@ -124,7 +126,8 @@ def _frames(facts: Facts, axes: Axes) -> None:
 
 def waves(facts: Facts) -> Plot:
     """Context lengths, wave by wave."""
-    name, title = "waves", "Context lengths against waves"
+    name = "waves"
+    title = "Context lengths against waves"
     found = np.array([wave for run in facts.runs for wave in run.waves], float)
     if not found.size:
         why = (
@@ -135,7 +138,8 @@ def waves(facts: Facts) -> Plot:
         return Plot(name, title, f"{why}, so they cannot be shown.")
     figure, (upper, lower) = panels(3.8, 2)
     number = np.arange(1, len(found) + 1)
-    shortest, longest = found[:, 3], found[:, 4]
+    shortest = found[:, 3]
+    longest = found[:, 4]
     height = np.maximum(longest - shortest, 0.02 * longest)  # so that a wave of equals is seen
     width = 0.8 if len(found) <= 100 else 1.0
     upper.bar(number, height, width, bottom=shortest, color=COLOURS["decode"])
@@ -161,7 +165,8 @@ def waves(facts: Facts) -> Plot:
 
 def acceptance(facts: Facts) -> Plot:
     """Accepted share of the drafted tokens, by class of context lengths."""
-    name, title = "acceptance", "Acceptance by bucket of context length"
+    name = "acceptance"
+    title = "Acceptance by bucket of context length"
     found = [bucket for bucket in data.buckets(facts) if bucket.proposed]
     if not found:
         return Plot(name, title, "No token was drafted, so none could be accepted.")
@@ -173,13 +178,15 @@ def acceptance(facts: Facts) -> Plot:
         at = np.array([classes.index(b.longest) for b in own]) + 0.08 * (
             number - (len(drafts) - 1) / 2
         )
-        share, error = [b.acceptance for b in own], [b.error for b in own]
+        share = [b.acceptance for b in own]
+        error = [b.error for b in own]
         colour = DRAFTS[number % len(DRAFTS)]
         axes.errorbar(
             at, share, error, color=colour, marker="o", capsize=3, label=short(draft) or "unnamed"
         )
         for x, bucket in zip(at, own, strict=True):
-            note, above = f"{bucket.accepted / bucket.rounds:.2f}", bucket.acceptance + bucket.error
+            note = f"{bucket.accepted / bucket.rounds:.2f}"
+            above = bucket.acceptance + bucket.error
             axes.annotate(
                 note,
                 (x, above),
@@ -203,7 +210,8 @@ def acceptance(facts: Facts) -> Plot:
 
 def speedup(facts: Facts) -> Plot:
     """What drafting gained over dense decoding, against what it could gain at most."""
-    name, title = "speedup", "Speed-up against its bound"
+    name = "speedup"
+    title = "Speed-up against its bound"
     found = data.buckets(facts)
     pairs = data.speedups(found)
     if not pairs:
@@ -253,7 +261,8 @@ def _no_speedup(found: list[data.Bucket]) -> str:
 
 def phases(facts: Facts) -> Plot:
     """Where the engine's time went, by class of context lengths."""
-    name, title = "phases", "Shares of vision, prefill and decoding"
+    name = "phases"
+    title = "Shares of vision, prefill and decoding"
     found = data.buckets(facts)
     classes = sorted({bucket.longest for bucket in found if sum(bucket.seconds)})
     if not classes:
@@ -296,12 +305,14 @@ def phases(facts: Facts) -> Plot:
 
 def failures(facts: Facts) -> Plot:
     """Error rows by code."""
-    name, title = "failures", "Failures by code"
+    name = "failures"
+    title = "Failures by code"
     found = facts.failures
     if not found:
         return Plot(name, title, "No request failed.")
     figure, (axes,) = panels(0.7 + 0.34 * len(found), 1)
-    codes, counts = list(found)[::-1], list(found.values())[::-1]
+    codes = list(found)[::-1]
+    counts = list(found.values())[::-1]
     bars = axes.barh([short(code) for code in codes], counts, color=COLOURS["error"])
     axes.bar_label(bars, [f"{count:,}" for count in counts], padding=3)
     axes.set_xlim(0, 1.15 * max(counts))
@@ -318,7 +329,8 @@ def failures(facts: Facts) -> Plot:
 
 def cost(facts: Facts) -> Plot:
     """What the machines' hours were spent on."""
-    name, title = "cost", "Cost"
+    name = "cost"
+    title = "Cost"
     if facts.price is None:
         return Plot(
             name,

@@ -90,7 +90,8 @@ def page(facts: Facts) -> str:
 
 def headline(facts: Facts) -> str:
     """How many, how fast, what failed and why, and what drafting gained."""
-    rows, good = facts.table.num_rows, int(facts.good.sum())
+    rows = facts.table.num_rows
+    good = int(facts.good.sum())
     if not rows:
         return "Nothing was captioned: this output has no rows yet."
     took = f"in {duration(facts.running)}"
@@ -124,7 +125,8 @@ def _failed(facts: Facts) -> str:
 
 
 def _gain(facts: Facts) -> str:
-    rounds, accepted = facts.real("rounds").sum(), facts.real("accepted").sum()
+    rounds = facts.real("rounds").sum()
+    accepted = facts.real("accepted").sum()
     if not facts.real("proposed").sum():
         return ""
     keep = facts.real("kv_keep")[facts.good & (facts.real("proposed") > 0)].mean()
@@ -149,7 +151,8 @@ def _behind(facts: Facts) -> str:
     if facts.runs and facts.runs[-1].outcome != "finished":
         said.append("The last run did not finish; the same command resumes it.")
     elif "requests" in facts.summary:
-        total, failed = facts.summary["requests"], facts.summary.get("errors", 0)
+        total = facts.summary["requests"]
+        failed = facts.summary.get("errors", 0)
         said.append(
             f"All {count(total, 'request')} of the input have their rows, {failed:,} of them errors."
         )
@@ -158,7 +161,8 @@ def _behind(facts: Facts) -> str:
 
 def _tiles(facts: Facts) -> str:
     good = int(facts.good.sum())
-    written, spoken = facts.real("num_generated_tokens").sum(), facts.hours
+    written = facts.real("num_generated_tokens").sum()
+    spoken = facts.hours
     tiles = [
         (f"{good:,}", "answered"),
         (f"{facts.table.num_rows - good:,}", "failed"),

@@ -47,9 +47,12 @@ class Watch:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._clock, self._began = clock, clock()
-        self.tally, self.flow = Tally(), Flow()
-        self._log, self._written = RunLog(output, dict(about)), written
+        self._clock = clock
+        self._began = clock()
+        self.tally = Tally()
+        self.flow = Flow()
+        self._log = RunLog(output, dict(about))
+        self._written = written
         self._screen = Screen(console or Console(file=sys.stderr))
         self._metrics: Metrics | None = None
         self._found: Counted[Any] | None = None
@@ -124,7 +127,8 @@ class Watch:
 
     def line(self) -> str:
         """What is done, how fast, and where the rest is."""
-        t, seconds = self.tally, self._seconds()
+        t = self.tally
+        seconds = self._seconds()
         failed = f" ({t.failed.total()} failed)" if t.failed else ""
         parts = [f"[{seconds:.0f} s] {t.answered} answered{failed}{self._of()}"]
         rate, left = self._speed()

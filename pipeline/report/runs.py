@@ -18,8 +18,11 @@ from pipeline.report.tally import (
     Tally,
 )
 
-FORMAT, FOLDER = 1, "_runs"
-SAMPLES, WAVES = 256, 512  # kept at most
+FORMAT = 1
+FOLDER = "_runs"
+# kept at most
+SAMPLES = 256
+WAVES = 512
 SAMPLE = ("second", "answered", "failed", "tokens", "engine_s", "decoding", "seated", "bytes")
 WAVE = ("began", "ended", "requests", "shortest", "longest", "engine_s")
 
@@ -58,7 +61,8 @@ class RunLog:
         sums = (tally.answered, tally.failed.total(), tally.tokens, round(tally.engine_s, 3))
         self.samples.append((round(second, 2), *sums, flow.decoding, flow.seated, flow.nbytes))
         if len(self.samples) > SAMPLES:
-            self.samples, self._every = self.samples[::2], 2 * self._every
+            self.samples = self.samples[::2]
+            self._every = 2 * self._every
 
     def handed_out(self, wave: Wave, second: float) -> None:
         """Notes that a wave's turn has come."""
@@ -72,10 +76,8 @@ class RunLog:
         self._handed += 1
         if len(self.waves) > WAVES:
             pairs = [self.waves[i : i + 2] for i in range(0, len(self.waves), 2)]
-            self.waves, self.merged = (
-                [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs],
-                2 * self.merged,
-            )
+            self.waves = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            self.merged = 2 * self.merged
 
     def answered(self, row: Mapping[str, Any], second: float) -> None:
         """Notes a request's row in its wave, if it had one."""

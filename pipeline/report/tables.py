@@ -16,7 +16,10 @@ from pipeline import storage
 from pipeline.report.data import PHASES, Facts
 from pipeline.report.progress import duration
 
-SLOWEST, FAILED, SAMPLED = 10, 25, 12  # rows in the tables at most
+# rows in the tables at most
+SLOWEST = 10
+FAILED = 25
+SAMPLED = 12
 
 
 def tables(facts: Facts) -> Iterable[tuple[str, str, str]]:

@@ -22,7 +22,8 @@ class DecodeError(Exception):
 
     def __init__(self, code: str, reason: str):
         super().__init__(reason)
-        self.code, self.reason = code, reason
+        self.code = code
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Sink:
     """
 
     def __init__(self, memory: int, job: Job):
-        self.memory, self.shape = memory, (job.height, job.width, 3)
+        self.memory = memory
+        self.shape = (job.height, job.width, 3)
         self.room = len(job.times)
         self.pts: list[float] = []
         self.shows: list[int] = []

@@ -116,7 +116,8 @@ def _size(
     info: VideoInfo, count: int, options: FrameOptions, geometry: Geometry
 ) -> tuple[int, int]:
     """Height and width of the frames handed to the model, in pixels."""
-    height, width = info.height, info.width
+    height = info.height
+    width = info.width
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise RequestError(
             "invalid_request", f"frames of {width}×{height} are too long and thin for the model"
@@ -131,4 +132,4 @@ def _size(
         highest = min(highest, max(share, int(lowest * 1.05)))
     if geometry.video_pixels is not None:
         highest = min(highest, max(geometry.video_pixels // count, int(lowest * 1.05)))
-    return smart_resize(height, width, geometry.factor, lowest, max(lowest, highest))
+    return smart_resize(height, width, geometry.factor, lowest, max_pixels=max(lowest, highest))

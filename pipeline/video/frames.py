@@ -69,7 +69,8 @@ def decode(
             `decode_crashed`, `decode_timeout`, `decode_error` where every decoder failed, by the
             last one's failure; `too_large`; storage's own codes.
     """
-    local, name = storage.local_path(uri), storage.shown(uri)
+    local = storage.local_path(uri)
+    name = storage.shown(uri)
     run = _Run(plan, limits, time.monotonic() + limits.deadline * plan.windows, name)
     order = decoders or DECODERS
     job = Job(
@@ -90,12 +91,12 @@ def decode(
     assert outcome.pixels is not None
     return Frames(
         outcome.pixels,
-        outcome.pts,
-        plan.fps,
-        outcome.shows.count(-1),
-        info.rotation,
-        label,
-        outcome.shows,
+        pts=outcome.pts,
+        fps=plan.fps,
+        frames_lost=outcome.shows.count(-1),
+        rotation=info.rotation,
+        decoder=label,
+        shows=outcome.shows,
     )
 
 

@@ -13,7 +13,9 @@ from pipeline.video.sandbox import give_worker, take_worker
 
 TRIED = "pipeline.video.probe:try_headers"
 MOST = 4  # processes, each of which has the decoders loaded
-MEMORY, SECONDS = 2 << 30, 60  # bytes and s that the headers of one video may take
+# bytes and s that the headers of one video may take
+MEMORY = 2 << 30
+SECONDS = 60
 ENDED = frozenset(("decode_crashed", "decode_timeout"))  # it did not come back
 
 

@@ -38,7 +38,8 @@ def probe(uri: str) -> VideoInfo:
         `not_a_video`,
             `no_video_stream`, `truncated_file`, `too_large`, `zero_frames`.
     """
-    file, name = storage.info(uri), storage.shown(uri)
+    file = storage.info(uri)
+    name = storage.shown(uri)
     if file.size == 0:
         raise RequestError("empty_file", f"{name} is empty: it has 0 bytes")
     with storage.open_read(uri, BLOCK) as reader:
@@ -52,9 +53,9 @@ def probe(uri: str) -> VideoInfo:
         source = storage.local_path(uri) or reader
         try:
             with open_container(source, demuxer) as opened:
-                return _read(opened, source, known, file, name)
+                return _read(opened, source, known, file, name=name)
         except (av.error.FFmpegError, ValueError) as error:
-            raise _broken(reader, demuxer, container, file.size, name) from error
+            raise _broken(reader, demuxer, container, file.size, name=name) from error
 
 
 def try_headers(job: Job, sink: Sink) -> None:
@@ -82,7 +83,8 @@ def _read(
         raise RequestError(
             "no_video_stream", f"{name} holds no video stream, only {_other_streams(opened)}"
         )
-    height, width = stream.codec_context.height, stream.codec_context.width
+    height = stream.codec_context.height
+    width = stream.codec_context.width
     if height < 1 or width < 1:
         raise RequestError(
             "not_a_video", f"{name} has a video stream without a picture size: its start is damaged"
@@ -130,12 +132,15 @@ def _other_streams(opened: Any) -> str:
 def _length(opened: Any, stream: Any, demuxer: str) -> tuple[int, float, float, bool]:
     """(frames, seconds, frames per second, whether the index counts them); else frames is an upper
     bound, or 0 where the headers give no duration."""
-    seconds, indexed = _seconds(opened, stream), len(stream.index_entries)
+    seconds = _seconds(opened, stream)
+    indexed = len(stream.index_entries)
     rate = float(stream.average_rate or stream.guessed_rate or 0)
     if demuxer == "mov" and stream.frames > 0 and indexed:
-        shown, exact = indexed - hidden_frames(stream), True
+        shown = indexed - hidden_frames(stream)
+        exact = True
     else:
-        shown, exact = stream.frames, demuxer == "avi" and 0 < stream.frames <= indexed
+        shown = stream.frames
+        exact = demuxer == "avi" and 0 < stream.frames <= indexed
     if shown > 0:
         seconds = seconds or shown / (rate or 1.0)
         return shown, seconds, shown / seconds, exact

@@ -57,10 +57,10 @@ def read_through(source: str | Readable, demuxer: str, job: Job, sink: Sink) -> 
         counting = counts_frames(demuxer, stream)
         short = _Pass(
             container,
-            stream,
-            job,
-            _Seen(job, sink, counting, stream.time_base),
-            demuxer in INDEXED and not counting,
+            stream=stream,
+            job=job,
+            seen=_Seen(job, sink, counting, stream.time_base),
+            skip=demuxer in INDEXED and not counting,
         )
         short.run()
         if (
@@ -69,7 +69,13 @@ def read_through(source: str | Readable, demuxer: str, job: Job, sink: Sink) -> 
             sink.clear()
             container.seek(0)
             stream.codec_context.skip_frame = "DEFAULT"
-            _Pass(container, stream, job, _Seen(job, sink, counting, stream.time_base), False).run()
+            _Pass(
+                container,
+                stream=stream,
+                job=job,
+                seen=_Seen(job, sink, counting, stream.time_base),
+                skip=False,
+            ).run()
         if sink.lost == len(job.times) and index_end(stream) > job.size_bytes:
             raise DecodeError("truncated_file", "the file ends before its frames do")
 
@@ -79,13 +85,11 @@ class _Pass:
     way."""
 
     def __init__(self, container: Any, stream: Any, job: Job, seen: _Seen, skip: bool):
-        self.container, self.stream, self.job, self.seen, self.skip = (
-            container,
-            stream,
-            job,
-            seen,
-            skip,
-        )
+        self.container = container
+        self.stream = stream
+        self.job = job
+        self.seen = seen
+        self.skip = skip
         self.codec = stream.codec_context
         self.depth = self.codec.reorder_depth
         self.margin = (
@@ -101,9 +105,12 @@ class _Pass:
         self.cut = False  # whether anything was passed over
 
     def run(self) -> None:
-        seen, again = self.seen, -1  # again: the planned time for which a seek went too far
+        # again: the planned time for which a seek went too far
+        seen = self.seen
+        again = -1
         while not seen.done:
-            goal, time = seen.next, self.job.times[seen.next]
+            goal = seen.next
+            time = self.job.times[seen.next]
             key = self._key_before(time) if self.skip else None
             if goal != again and (
                 self.drained or (key is not None and self._ahead(key, seen.at or 0.0))
@@ -123,7 +130,8 @@ class _Pass:
 
     def _leaves(self) -> bool:
         """Whether nothing behind the next planned time is needed here."""
-        times, goal = self.job.times, self.seen.next
+        times = self.job.times
+        goal = self.seen.next
         if not self.stored:
             return False
         if goal + 1 == len(times):
@@ -153,7 +161,8 @@ class _Pass:
         self.container.seek(stamp, stream=self.stream, backward=True)
         self.codec.reorder_depth = self.depth  # which the seek made FFmpeg forget
         self.seen.restart(sought=True)
-        self.drained, self.cut = False, True
+        self.drained = False
+        self.cut = True
 
     def _back(self, key: float | None, time: float) -> None:
         """Where a seek came out behind the planned time: to the key frame before it."""
@@ -163,10 +172,14 @@ class _Pass:
     def _advance(self, time: float, leaves: bool) -> bool:
         """Decodes up to the frame that settles the planned `time`, and if it `leaves`, no further.
         False at the end of the stream, or where a seek went too far."""
-        seen, goal, ahead, latest = self.seen, self.seen.next, [], time + self.job.slack
+        seen = self.seen
+        goal = self.seen.next
+        ahead = []
+        latest = time + self.job.slack
         try:
             for packet in self.container.demux(self.stream):
-                begins, dts = self._time(packet.pts), self._time(packet.dts)
+                begins = self._time(packet.pts)
+                dts = self._time(packet.dts)
                 if self.lag is None and self.stored and begins is not None and dts is not None:
                     self.lag = begins - dts
                 if leaves and dts is not None and dts > latest:
@@ -233,7 +246,10 @@ class _Seen:
     """Which planned times are settled, as frames come by in presentation order."""
 
     def __init__(self, job: Job, sink: Sink, counting: bool, tick: Fraction):
-        self.job, self.sink, self.counting, self.tick = job, sink, counting, tick
+        self.job = job
+        self.sink = sink
+        self.counting = counting
+        self.tick = tick
         self.exact = False  # whether a frame carries the time of its packet
         self.next = 0  # the first planned time that is not settled
         self.at: float | None = None  # s, of the newest frame
@@ -249,13 +265,17 @@ class _Seen:
 
     def restart(self, sought: bool) -> None:
         """After a seek the frame held is no neighbour of the next one."""
-        self.held, self.handed, self.sought, self.missed = None, False, sought, False
+        self.held = None
+        self.handed = False
+        self.sought = sought
+        self.missed = False
         self.sent.clear()
 
     def may_show(self, begins: float) -> bool:
         """Whether a frame that begins then may be the one that a planned time shows: whether none
         is known that begins between it and the time."""
-        times, slack = self.job.times, self.job.slack
+        times = self.job.times
+        slack = self.job.slack
         number = bisect_left(times, begins - slack, self.next)
         return number < len(times) and not any(
             begins < other <= times[number] + slack for other in self.sent
@@ -278,7 +298,9 @@ class _Seen:
         self.sought = False
         while not self.done and self.job.times[self.next] + self.job.slack < at:
             self.settle()
-        self.at, self.held, self.handed = at, frame, False
+        self.at = at
+        self.held = frame
+        self.handed = False
         if frame.is_corrupt:
             self.hole(at)
 
@@ -299,7 +321,8 @@ class _Seen:
 
     def settle(self) -> None:
         """The next planned time shows the frame held."""
-        time, at = self.job.times[self.next], self.at or 0.0
+        time = self.job.times[self.next]
+        at = self.at or 0.0
         self.next += 1
         if self.held is None or self._covered(at, time + self.job.slack):
             self.sink.lose()

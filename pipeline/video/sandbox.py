@@ -134,7 +134,8 @@ def _unpack(memory: int, job: Job) -> Outcome:
     if report["error"]:
         return Outcome(error=tuple(report["error"]))
     pixels = np.empty((len(report["pts"]), job.height, job.width, 3), np.uint8)
-    at, view = 0, pixels.reshape(-1).data
+    at = 0
+    view = pixels.reshape(-1).data
     while at < len(view):  # one read returns 2 GiB at the most
         at += os.preadv(memory, [view[at:]], at)
     shows = report["shows"] + [-1] * (len(job.times) - len(report["shows"]))
@@ -224,7 +225,8 @@ def _attempt(memory: int, task: dict[str, Any]) -> None:
 def _report(memory: int, job: Job, module: str, name: str) -> None:
     """Runs the decoder; leaves the frames and, behind room for all planned ones, the report in the
     shared memory."""
-    error, sink = None, Sink(memory, job)
+    error = None
+    sink = Sink(memory, job)
     try:
         getattr(importlib.import_module(module), name)(job, sink)
     except MemoryError:

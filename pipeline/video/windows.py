@@ -24,7 +24,8 @@ def windows(info: VideoInfo, options: FrameOptions, seconds: float, overlap: flo
     before the end of the one before; the last one ends with the part. At least one."""
     start = options.video_start or 0.0
     end = info.duration if options.video_end is None else min(options.video_end, info.duration)
-    step, found = seconds - overlap, [start]
+    step = seconds - overlap
+    found = [start]
     while found[-1] + seconds + REST * seconds < end:
         found.append(start + len(found) * step)
     return [(begin, begin + seconds) for begin in found[:-1]] + [

@@ -140,7 +140,8 @@ class Account:
         if draft is None:
             return self.projection_bytes + self.head_bytes
         kept = (1 - (1 - draft.channels) ** rows) if union is None else union
-        body, head = self.projection_bytes * draft.depth * kept, self.head_bytes
+        body = self.projection_bytes * draft.depth * kept
+        head = self.head_bytes
         if draft.weights in BITS:
             full = 8 * self.weight_bytes
             body *= (BITS[draft.weights] + SCALE_BITS[draft.weights]) / full
@@ -173,10 +174,8 @@ class Account:
         """How much faster a single sequence's step can be by sparse projections, by a sparse cache,
         and by both."""
         total = self.step_bytes([context])
-        by_p, by_kv = (
-            self.projection_bytes * (1 - keep_p),
-            context * self.entry_bytes * (1 - keep_kv),
-        )
+        by_p = self.projection_bytes * (1 - keep_p)
+        by_kv = context * self.entry_bytes * (1 - keep_kv)
         return total / (total - by_p), total / (total - by_kv), total / (total - by_p - by_kv)
 
 
@@ -234,7 +233,8 @@ class Chances:
 
     def rate(self, gamma: int) -> float:
         """a of a round of γ: accepted tokens over those that were judged."""
-        accepted, refused = self.tokens(gamma) - 1, 1 - math.prod(map(self.at, range(gamma)))
+        accepted = self.tokens(gamma) - 1
+        refused = 1 - math.prod(map(self.at, range(gamma)))
         return accepted / (accepted + refused) if accepted + refused else 0.0
 
     def _reached(self, gamma: int) -> list[float]:

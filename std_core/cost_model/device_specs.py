@@ -38,7 +38,9 @@ EXPECTED = {
     Draft("ngram"): 0.4,
 }
 SAMPLE = 100  # drafted tokens that an expected acceptance counts for
-CPU_BANDWIDTH, CPU_FLOPS = 2e10, 5e11  # of a machine that nobody has measured
+# of a machine that nobody has measured
+CPU_BANDWIDTH = 2e10
+CPU_FLOPS = 5e11
 DISTANT = 2048  # tokens
 
 
@@ -47,16 +49,18 @@ def device_at_hand(device: str) -> Device:
     if device != "cpu":
         import torch  # a driver plans with devices that are elsewhere, and without it
 
-        name, memory = (
-            torch.cuda.get_device_name(device),
-            torch.cuda.get_device_properties(device).total_memory,
-        )
+        name = torch.cuda.get_device_name(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
         known = published_name(name)
         _, bandwidth, _, flops = PUBLISHED[known] if known else ((), 1e12, 0, 1e14)
-        return Device(name, "cuda", bandwidth, float(memory), flops)
+        return Device(name, kind="cuda", bandwidth=bandwidth, memory=float(memory), flops=flops)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
-        f"{_processor()}, {os.cpu_count()} cores", "cpu", CPU_BANDWIDTH, float(memory), CPU_FLOPS
+        f"{_processor()}, {os.cpu_count()} cores",
+        kind="cpu",
+        bandwidth=CPU_BANDWIDTH,
+        memory=float(memory),
+        flops=CPU_FLOPS,
     )
 
 
@@ -71,7 +75,7 @@ def published_name(name: str) -> str | None:
 def published(name: str) -> Device:
     """One of `PUBLISHED`."""
     _, bandwidth, memory, flops = PUBLISHED[name]
-    return Device(name, "cuda", bandwidth, memory, flops)
+    return Device(name, kind="cuda", bandwidth=bandwidth, memory=memory, flops=flops)
 
 
 def unmeasured(device: Device, account: Account, model: str, dtype: str) -> Profile:
@@ -97,13 +101,13 @@ def unmeasured(device: Device, account: Account, model: str, dtype: str) -> Prof
     ]
     return Profile(
         device,
-        model,
-        dtype,
-        account,
-        cost,
-        (0.0, text * work, account.layers * account.heads * account.head_dim * work),
-        account.tower * account.patches * work,
-        tuple(_free(t) if t.draft.policy == "ngram" else t for t in tried),
+        model=model,
+        dtype=dtype,
+        account=account,
+        full=cost,
+        prefill=(0.0, text * work, account.layers * account.heads * account.head_dim * work),
+        vision=account.tower * account.patches * work,
+        drafts=tuple(_free(t) if t.draft.policy == "ngram" else t for t in tried),
         spread=SPREAD,
         measured=False,
     )

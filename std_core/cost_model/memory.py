@@ -81,7 +81,9 @@ def terms(
     width = max(draft.gamma + 1 if draft else 1, load.strict)
     entries = _entries(load, width)
     kept = _view(load, draft, pair, width)
-    working = slots * width * _live(account) + _choosing_again(account, load, slots, draft, kind)
+    working = slots * width * _live(account) + _choosing_again(
+        account, load, slots, draft, kind=kind
+    )
     scores = slots * _scores(account, load, width)
     stores = [(n, account) for n in entries] + [(kept, pair or account)]
     return {
@@ -120,7 +122,9 @@ def most_slots(
     added."""
     counts = range(1, most + 1)
     return bisect_right(
-        counts, memory, key=lambda slots: total(terms(account, load, slots, draft, pair, kind))
+        counts,
+        memory,
+        key=lambda slots: total(terms(account, load, slots, draft, pair=pair, kind=kind)),
     )
 
 
@@ -239,7 +243,8 @@ def _float_too(account: Account) -> float:
 
 def _tower(account: Account, load: Load, kind: str) -> float:
     """A piece of a video in one block of the vision tower, and the features of all."""
-    size, width = account.weight_bytes, account.tower_width
+    size = account.weight_bytes
+    width = account.tower_width
     full = FLOAT / size  # it rotates queries and keys in float32
     turning = width * (5 + 4 * full + (2 * full if full > 1 else 0)) if account.tower_turns else 0
     patch = max(turning, 3 * width + account.tower_mlp) + (
@@ -251,5 +256,6 @@ def _tower(account: Account, load: Load, kind: str) -> float:
         patch = max(patch, width * (5 + 4 * full + (4 * full if full > 1 else 0)))
     if kind != "cpu" or full > 1:
         patch += account.pixels  # as they came, brought to the tower
-    piece, feature = min(SEEN, load.visual), account.hidden * account.levels
+    piece = min(SEEN, load.visual)
+    feature = account.hidden * account.levels
     return (piece * max(account.patches * patch, 2 * feature) + load.visual * feature) * size

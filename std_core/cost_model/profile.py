@@ -205,13 +205,15 @@ def non_negative(
     rows = np.asarray(table, float) / goal[:, None]
     size = np.abs(rows).max(0)
     rows = rows / np.where(size > 0, size, 1)
-    best, least = np.zeros(rows.shape[1]), float(len(goal))
+    best = np.zeros(rows.shape[1])
+    least = float(len(goal))
     for count in range(1, rows.shape[1] + 1):
         for subset in map(list, itertools.combinations(range(rows.shape[1]), count)):
             found = np.linalg.lstsq(rows[:, subset], np.ones(len(goal)), rcond=None)[0]
             error = float(np.square(rows[:, subset] @ found - 1).sum())
             if (found >= 0).all() and error < least - 1e-12:
-                best, least = np.zeros(rows.shape[1]), error
+                best = np.zeros(rows.shape[1])
+                least = error
                 best[subset] = found
     errors = np.abs(rows @ best - 1)
     weights = best / np.where(size > 0, size, 1)
@@ -270,9 +272,9 @@ def _tried(content: Mapping[str, Any]) -> Tried:
     retrieved = tuple(Retrieved(**r) for r in content["retrieved"])
     return Tried(
         Draft(**content["draft"]),
-        _cost(content["cost"]),
-        tuple(content["once"]),
-        accepted,
-        pair,
-        retrieved,
+        cost=_cost(content["cost"]),
+        once=tuple(content["once"]),
+        acceptance=accepted,
+        pair=pair,
+        retrieved=retrieved,
     )

@@ -134,7 +134,11 @@ def _row(
     processors: Sequence[LogitsProcessor], vocabulary: int
 ) -> tuple[float, int, float, int, float, list[int]] | None:
     """One row's numbers, in the order of the fields of `Bends`."""
-    penalty, least, temperature, top_k, tail = 1.0, 0, 1.0, 0, -1.0
+    penalty = 1.0
+    least = 0
+    temperature = 1.0
+    top_k = 0
+    tail = -1.0
     stops: list[int] = []
     for asked in processors:
         if (
@@ -143,10 +147,8 @@ def _row(
         ):
             penalty = asked.penalty
         elif isinstance(asked, MinNewTokensLengthLogitsProcessor):
-            least, stops = (
-                asked.prompt_length_to_skip + asked.min_new_tokens,
-                asked.eos_token_id.tolist(),
-            )
+            least = asked.prompt_length_to_skip + asked.min_new_tokens
+            stops = asked.eos_token_id.tolist()
         elif isinstance(asked, TemperatureLogitsWarper):
             temperature = asked.temperature
         elif isinstance(asked, TopKLogitsWarper):

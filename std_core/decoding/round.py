@@ -187,7 +187,9 @@ def unverified_round(slots: Slots, drafting: Drafting, gamma: int) -> Round:
 
 def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
     """γ tokens per row that a sparse view of the model, or a second model, would write."""
-    tokens, q, broken = [slots.last[:, :0]], [], torch.zeros_like(slots.active)
+    tokens = [slots.last[:, :0]]
+    q = []
+    broken = torch.zeros_like(slots.active)
     # after a round that was accepted whole, a second model's cache lacks the last token but one: it
     # is fed again
     back = int(slots.view == "second")
@@ -248,7 +250,13 @@ def verify(
     positions = slots.position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     mirror = (slots.draft, slots.draft_length) if slots.view == "kept" else None
     kv = RowsStep(
-        slots.own, slots.length, slots.prefix, slots.groups, mirror, slots.strict > 0, look
+        slots.own,
+        lengths=slots.length,
+        prefix=slots.prefix,
+        groups=slots.groups,
+        mirror=mirror,
+        fixed=slots.strict > 0,
+        look=look,
     )
     logits = model.step(tokens, positions, kv)[:, :width]
     broken = ~logits.sum(-1).isfinite().all(
@@ -292,4 +300,11 @@ def commit(
     proposed = torch.where(kept <= accepted, kept, tokens.shape[1] - 1)
     stopped = (first_stop < kept) & slots.active
     broken = torch.zeros_like(stopped) if broken is None else broken & slots.active
-    return Round(tokens, kept, torch.minimum(accepted, kept), proposed, stopped, broken)
+    return Round(
+        tokens,
+        kept=kept,
+        accepted=torch.minimum(accepted, kept),
+        proposed=proposed,
+        stopped=stopped,
+        broken=broken,
+    )

@@ -60,7 +60,10 @@ class Batch:
             if draft is None:
                 raise ValueError("mode sparse needs a draft")
             draft.check_unverified()
-        self.engine, self.model, self.draft, self.mode = engine, engine.model, draft, mode
+        self.engine = engine
+        self.model = engine.model
+        self.draft = draft
+        self.mode = mode
         self.gamma = draft.gamma if draft else 0  # of each round; at most, once there is a pace
         self.pace: Pace | None = None
         # (accepted tokens, refusals) of each. Dense rounds show nothing and push out those that
@@ -74,7 +77,9 @@ class Batch:
             self.slots.draft = engine.drafter(draft).new_cache(engine.max_num_seqs)
         self.rows: list[Row | None] = [None] * engine.max_num_seqs
         # the list, not the batch: in a circle the caches would stay until Python looks for circles
-        self.prefill = Prefill(engine, self.slots, draft, prepare, self.rows)
+        self.prefill = Prefill(
+            engine, slots=self.slots, draft=draft, prepare=prepare, rows=self.rows
+        )
         self.unseen = 0  # rounds since drafts chose again
         self.captured = (
             Captured(self.slots, recorder) if (recorder := recorder_of(self.model)) else None
@@ -83,12 +88,15 @@ class Batch:
 
     def through(self, waiting: Iterator[Request | Pace | None]) -> Iterator[Result]:
         admission: Pieces | None = None
-        slot, more = 0, True
+        slot = 0
+        more = True
         while more or admission or any(self.rows):
             late = False
             if admission is None and more and None in self.rows:
-                slot, offered = self.rows.index(None), self._offered(waiting)
-                more, late = offered is not _END, offered is None
+                slot = self.rows.index(None)
+                offered = self._offered(waiting)
+                more = offered is not _END
+                late = offered is None
                 admission = (
                     self.prefill.admit(offered, slot) if isinstance(offered, Request) else None
                 )
@@ -123,7 +131,8 @@ class Batch:
             ValueError: a request ended at its first token.
         """
         for slot, request in enumerate(requests):
-            pieces, arrived = self.prefill.admit(request, slot), None
+            pieces = self.prefill.admit(request, slot)
+            arrived = None
             while arrived is None:
                 arrived = self._chunk(pieces)
             if isinstance(arrived, Result):
@@ -144,9 +153,11 @@ class Batch:
 
     def _regroup(self) -> None:
         """What the slots' tensors say of who sits where, after a row has come or gone."""
-        slots, device = self.slots, self.model.device
+        slots = self.slots
+        device = self.model.device
         rules = [row.rule if row is not None else None for row in self.rows]
-        slots.rules, slots.draws = rules, Draws.of(rules, slots.generator)
+        slots.rules = rules
+        slots.draws = Draws.of(rules, slots.generator)
         slots.bends = Bends.of(rules, slots.vocabulary, device)
         slots.active = torch.tensor([row is not None for row in self.rows], device=device)
         most = max(len(rule.stop_ids) for rule in rules if rule is not None) if any(rules) else 0
@@ -172,7 +183,10 @@ class Batch:
         self.engine.counters.rounds += 1
         self.engine.counters.row_rounds += seated
         decode = self.engine.checkpoint.decode
-        finished, taken, lost = [], 0, 0  # rows whose first drafted token was accepted, or refused
+        # rows whose first drafted token was accepted, or refused
+        finished = []
+        taken = 0
+        lost = 0
         for slot, (row, (tokens, _, accepted, proposed, stopped, broken)) in enumerate(
             zip(self.rows, done, strict=True)
         ):
@@ -187,7 +201,8 @@ class Batch:
             row.accept_counts[accepted] += 1
             row.refuse_counts[accepted] += refused
             row.proposed += proposed
-            taken, lost = taken + (accepted > 0), lost + (refused and not accepted)
+            taken = taken + (accepted > 0)
+            lost = lost + (refused and not accepted)
             if broken:
                 why = f"the model gave no finite logits after {len(row.written)} tokens"
                 finished.append(
@@ -235,7 +250,7 @@ class Batch:
         """A round behind which drafts choose again."""
         self.unseen = 0
         look = look_of(self.rows, self.slots, gamma + 1)
-        done = decode_round(self.model, self.slots, drafting, gamma, look)
+        done = decode_round(self.model, self.slots, drafting, gamma, look=look)
         if look is not None:
             reselect(draft, self.slots, self.rows, look)
         return done

@@ -46,7 +46,8 @@ class Captured:
     """The recorded rounds of some slots."""
 
     def __init__(self, slots: Slots, record: Recorder):
-        self.slots, self._record = slots, record
+        self.slots = slots
+        self._record = record
         self._stay: dict[Hashable, torch.Tensor] = {}  # by name and shape
         self._rounds: dict[Hashable, tuple[Replay, Round] | None] = {}
         self._capacity: Hashable = None

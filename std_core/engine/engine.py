@@ -106,7 +106,8 @@ class Engine:
         """So many slots from the next run on. Where that is another number, what was kept of videos
         is forgotten."""
         if max_num_seqs != self.max_num_seqs:
-            self.max_num_seqs, self.prefixes = max_num_seqs, None
+            self.max_num_seqs = max_num_seqs
+            self.prefixes = None
 
     @torch.inference_mode()
     def run(

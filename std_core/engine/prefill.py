@@ -70,13 +70,11 @@ class Prefill:
         prepare: Callable[[Request], Inputs],
         rows: Sequence[Row | None],
     ):
-        self.engine, self.model, self.slots, self.draft, self.prepare = (
-            engine,
-            engine.model,
-            slots,
-            draft,
-            prepare,
-        )
+        self.engine = engine
+        self.model = engine.model
+        self.slots = slots
+        self.draft = draft
+        self.prepare = prepare
         self.rows = rows  # in the slots, by now
         self.prefixes = self._prefix_store()
         layers = self.model.layers  # entries of layers behind an early exit are not read
@@ -102,18 +100,22 @@ class Prefill:
         try:
             row = yield from self._row(request, slot)
         except RequestError as error:
-            return Result(request.request_id, [], "", "error", error=error)
+            return Result(
+                request.request_id, token_ids=[], text="", finish_reason="error", error=error
+            )
         reason = row.ends(row.written[0] in row.rule.stop_ids, decode)
         return row.result(reason, decode) if reason else row
 
     def _row(self, request: Request, slot: int) -> Generator[None, None, Row]:
         began = time.perf_counter()
         prompt = self._prompt(request)
-        length, inputs = prompt.length, prompt.inputs
+        length = prompt.length
+        inputs = prompt.inputs
         limit = min(request.sampling.max_tokens, self.engine.checkpoint.max_model_len - length)
         self._make_room(prompt, limit)
         rule = settle(self.model.hf, request.sampling, prompt.ids)
-        prefix, vision_s = -1, 0.0
+        prefix = -1
+        vision_s = 0.0
         if inputs.cut:
             prefix, vision_s = yield from self._prefix(prompt)
         logits, mass = yield from self._suffix(prompt, slot, prefix)
@@ -157,7 +159,8 @@ class Prefill:
 
     def _make_room(self, prompt: _Prompt, limit: int) -> None:
         """For all that a row may ever write, where rounds make no room of their own."""
-        slots, spare = self.slots, limit + self.slots.ahead
+        slots = self.slots
+        spare = limit + self.slots.ahead
         if slots.ahead:
             slots.own.reserve(prompt.length - prompt.inputs.cut + spare)
             slots.reserve_history(prompt.length + spare)
@@ -176,7 +179,9 @@ class Prefill:
     def _prefix(self, prompt: _Prompt) -> Generator[None, None, tuple[int, float]]:
         """The row of the prefix store that holds the request's prefix, filled if no earlier
         question has filled it; and the seconds that the vision tower took."""
-        inputs, engine, cut = prompt.inputs, self.engine, prompt.inputs.cut
+        inputs = prompt.inputs
+        engine = self.engine
+        cut = prompt.inputs.cut
         key = (prompt.request.video, prompt.request.fps, inputs.ids[0, :cut].tolist())
         for row, known in enumerate(self.prefixes):
             if prompt.request.video and known.key == key:
@@ -210,7 +215,8 @@ class Prefill:
         rows that share one are attended in another shape than rows that don't."""
         if not self.engine.strict or row not in self._needed():
             return row
-        copy, known = self._free_prefix(), self.prefixes[row]
+        copy = self._free_prefix()
+        known = self.prefixes[row]
         for layer in range(self.model.layers):
             self.slots.prefix.fill(
                 layer, copy, 0, *(x[0] for x in self.slots.prefix.row(layer, row, known.length))
@@ -237,8 +243,11 @@ class Prefill:
     ) -> Generator[None, None, tuple[torch.Tensor, list[torch.Tensor]]]:
         """Logits behind the prompt, and per layer the attention that its last chunk gives what can
         be selected."""
-        slots, cut, length = self.slots, prompt.inputs.cut, prompt.length
-        kv, logits = ChunkStep(slots.own, slot, 0), torch.empty(0)
+        slots = self.slots
+        cut = prompt.inputs.cut
+        length = prompt.length
+        kv = ChunkStep(slots.own, slot, 0)
+        logits = torch.empty(0)
         seen: dict[str, torch.Tensor] = {}
         for at in range(cut, length, self.engine.prefill_chunk):
             if at > cut:
@@ -298,7 +307,7 @@ class Prefill:
                 kept = torch.cat([kept, places[chosen[layer].to(places.device)]], dim=1)
             shared = self.slots.prefix.row(layer, max(prefix, 0), cut)
             own = self.slots.own.row(layer, slot, prompt.length - cut)
-            held = gather_view(self.slots.draft, slot, layer, shared, kept, own)
+            held = gather_view(self.slots.draft, slot, layer, shared, kept=kept, own=own)
         self.slots.draft_length[slot] = held
         return held, Chosen(places, len(always), chosen[0].shape[1] if chosen else 0)
 
@@ -306,7 +315,9 @@ class Prefill:
         """Prefill of the second model, which sees the kept part of the prefix and the suffix, at
         their true places."""
         assert self.draft is not None
-        second, inputs, slots = self.engine.drafter(self.draft), prompt.inputs, self.slots
+        second = self.engine.drafter(self.draft)
+        inputs = prompt.inputs
+        slots = self.slots
         positions, _ = second.place(inputs)
         features = second.see(inputs) if len(inputs.visual) else None
         yield
@@ -328,8 +339,10 @@ class Prefill:
 
     def _first(self, slot: int, row: Row, prompt: _Prompt, logits: torch.Tensor) -> int:
         """Settles the slot behind its prompt and draws the first token."""
-        slots, n = self.slots, prompt.length
-        slots.position[slot], slots.total[slot] = prompt.next_position, n + 1
+        slots = self.slots
+        n = prompt.length
+        slots.position[slot] = prompt.next_position
+        slots.total[slot] = n + 1
         slots.reserve_history(n + 1)
         slots.history[slot, :n] = prompt.ids
         draws = Draws.of([row.rule], slots.generator)
@@ -338,5 +351,6 @@ class Prefill:
         )
         token = choose(scores, draws, torch.zeros(1, 1, dtype=torch.long, device=logits.device))
         slots.history[slot, n] = token[0, 0]
-        slots.written[slot], slots.left[slot] = 1, row.limit - 1
+        slots.written[slot] = 1
+        slots.left[slot] = row.limit - 1
         return int(token)

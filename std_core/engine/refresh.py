@@ -44,10 +44,8 @@ def reselect(draft: Draft, slots: Slots, rows: Sequence[Row | None], look: Look)
     step = torch.arange(most, device=device)
     slots.draft.reserve(int(at.max()) + most)
     beyond = torch.arange(look.places.shape[1], device=device) >= sizes  # (B, m)
-    prefixes, heads = (
-        look.prefix_of_row[:, None, None],
-        torch.arange(slots.prefix.key[0].shape[1], device=device),
-    )
+    prefixes = look.prefix_of_row[:, None, None]
+    heads = torch.arange(slots.prefix.key[0].shape[1], device=device)
     for layer, mass in enumerate(look.mass):
         if draft.policy == "snapkv":
             mass = with_sinks(mass, draft.sinks)
@@ -58,4 +56,6 @@ def reselect(draft: Draft, slots: Slots, rows: Sequence[Row | None], look: Look)
         key, value = (
             store[layer][where].transpose(1, 2) for store in (slots.prefix.key, slots.prefix.value)
         )
-        slots.draft.replace(layer, (at + step).to(there), (step < count).to(there), key, value)
+        slots.draft.replace(
+            layer, (at + step).to(there), (step < count).to(there), key, value=value
+        )

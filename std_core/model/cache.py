@@ -89,7 +89,8 @@ def _longer(store: torch.Tensor, more: int) -> torch.Tensor:
         return F.pad(store, (0, 0, 0, more))
     rows, heads, capacity, dim = store.shape
     longer = loader.large_pages(store.new_empty(rows, heads, capacity + more, dim))
-    longer[:, :, :capacity], longer[:, :, capacity:] = store, 0
+    longer[:, :, :capacity] = store
+    longer[:, :, capacity:] = 0
     return longer
 
 
@@ -117,7 +118,7 @@ class ChunkStep:
             store, row, length = self.prefix
             past.append(store.row(layer, row, length))
         out, logsumexp = attend_chunk(query, past, (key, value), scale)
-        self.store.fill(layer, self.row, self.at, key[0], value[0])
+        self.store.fill(layer, self.row, self.at, key[0], value=value[0])
         if self.visual is not None:
             looked_at = past[-1][0][0][:, self.visual.to(query.device)]
             last = slice(-self.observers if self.observers else None, None)
@@ -144,7 +145,8 @@ class Look:
         self, key: torch.Tensor, query: torch.Tensor, logsumexp: torch.Tensor, scale: float
     ) -> None:
         """key: (prefixes, KV heads, n, d)."""
-        rows, places = self.prefix_of_row.to(key.device)[:, None], self.places.to(key.device)
+        rows = self.prefix_of_row.to(key.device)[:, None]
+        places = self.places.to(key.device)
         looked_at = key[rows, :, places].transpose(1, 2)
         asked = slice(None, self.width)
         self.mass.append(
@@ -179,7 +181,7 @@ class RowsStep:
         prefix = self.prefix.layer(layer) if self.prefix is not None else None
         own = self.own.layer(layer)
         out, logsumexp = attend_rows(
-            query, own, self.lengths, prefix, self.groups, scale, self.fixed
+            query, own, self.lengths, prefix, groups=self.groups, scale=scale, fixed=self.fixed
         )
         if self.look is not None and prefix is not None:
             self.look.at(prefix[0], query, logsumexp, scale)

@@ -73,13 +73,11 @@ class Checkpoint:
     def __init__(
         self, path: str, config: Any, processor: Any, source: dict[str, Any], revision: str
     ):
-        self.path, self.config, self.processor, self.source, self.revision = (
-            path,
-            config,
-            processor,
-            source,
-            revision,
-        )
+        self.path = path
+        self.config = config
+        self.processor = processor
+        self.source = source
+        self.revision = revision
         self.tokenizer = getattr(processor, "tokenizer", processor)
 
     @classmethod
@@ -196,7 +194,8 @@ class Checkpoint:
 
     def _timed_tokens(self, prompt: str, frames: int, fps: float, times: tuple[float, ...]) -> int:
         """As if each temporal patch were a single token."""
-        patches, side = -(-frames // self.geometry.temporal_patch_size), self.geometry.merge_size
+        patches = -(-frames // self.geometry.temporal_patch_size)
+        side = self.geometry.merge_size
         shown = {
             "video_grid_thw": torch.tensor([[patches, side, side]]),
             "video_metadata": [_sampled(frames, fps, times)],
@@ -283,18 +282,19 @@ def _collected(out: Any) -> Inputs:
     videos, video_grid, seconds = (
         out.get(k) for k in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
     )
-    images, image_grid = out.get("pixel_values"), out.get("image_grid_thw", out.get("image_sizes"))
+    images = out.get("pixel_values")
+    image_grid = out.get("image_grid_thw", out.get("image_sizes"))
     if isinstance(videos, list):
         video_grid = [[len(v), *v.shape[2:]] for v in videos]
         videos = torch.cat(videos)
     return Inputs(
         torch.tensor(out["input_ids"]),
-        torch.tensor(out["mm_token_type_ids"]),
-        videos,
-        None if video_grid is None else torch.as_tensor(video_grid),
-        torch.stack(images) if isinstance(images, list) else images,
-        None if image_grid is None else torch.as_tensor(image_grid),
-        None if seconds is None else torch.tensor(seconds),
+        types=torch.tensor(out["mm_token_type_ids"]),
+        video_patches=videos,
+        video_grid=None if video_grid is None else torch.as_tensor(video_grid),
+        image_patches=torch.stack(images) if isinstance(images, list) else images,
+        image_grid=None if image_grid is None else torch.as_tensor(image_grid),
+        seconds=None if seconds is None else torch.tensor(seconds),
     )
 
 

@@ -25,7 +25,8 @@ class FastLinear(nn.Linear):
 class FastNorm(nn.Module):
     def __init__(self, norm: Any):
         super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
+        self.weight = norm.weight
+        self.eps = norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -37,8 +38,10 @@ class FastMLP(nn.Module):
 
     def __init__(self, mlp: Any):
         super().__init__()
-        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
-        self.down_proj, self.act_fn = mlp.down_proj, mlp.act_fn
+        self.gate_proj = mlp.gate_proj
+        self.up_proj = mlp.up_proj
+        self.down_proj = mlp.down_proj
+        self.act_fn = mlp.act_fn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both = self.gate_proj, self.up_proj

@@ -100,7 +100,9 @@ class SparseLinear(nn.Module):
 
     def __init__(self, inner: Any, threshold: float, keep: float):
         super().__init__()
-        self.inner, self.threshold, self.keep = inner, threshold, keep
+        self.inner = inner
+        self.threshold = threshold
+        self.keep = keep
         self.weight: torch.Tensor | None = None
         if isinstance(inner, nn.Linear):
             self.weight = laid_out(inner.weight.detach())
@@ -120,7 +122,8 @@ class LowBitLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, bits: int):
         super().__init__()
-        self.packed, self.bias = pack(linear.weight, bits), linear.bias
+        self.packed = pack(linear.weight, bits)
+        self.bias = linear.bias
         self.out_features = linear.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +135,8 @@ class _Fitted(nn.Module):
 
     def __init__(self, inner: nn.Module, vocabulary: int):
         super().__init__()
-        self.inner, self.out_features = inner, vocabulary
+        self.inner = inner
+        self.out_features = vocabulary
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.inner(x)[..., : self.out_features]

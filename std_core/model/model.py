@@ -36,7 +36,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each layer: (B, heads, T, d) in, (B, T, heads, d) out."""
     if isinstance(kv, _Probe):
-        kv.called(module, query, key, value, more)
+        kv.called(module, query, key, value, more=more)
     return kv.attend(module.layer_idx, query, key, value, scaling).transpose(1, 2), None  # type: ignore[arg-type]
 
 
@@ -47,7 +47,9 @@ class _Probe:
     """In place of caches, for one token that is alone: notes what a model asks of its attention."""
 
     def __init__(self, text: Any, layers: int, shape: tuple[int, int]):
-        self.text, self.expected, self.shape = text, list(range(layers)), shape
+        self.text = text
+        self.expected = list(range(layers))
+        self.shape = shape
         self.layers: list[int] = []
         self.strange: set[str] = set()
 
@@ -106,7 +108,8 @@ class Model:
         )
         self.hf = hf.eval()
         self.attach()
-        self.decoder, self.head = hf.get_decoder(), hf.get_output_embeddings()
+        self.decoder = hf.get_decoder()
+        self.head = hf.get_output_embeddings()
         self.embedding = hf.get_input_embeddings()
         self.layers = text.num_hidden_layers
         self.ranks = ranks
@@ -120,7 +123,8 @@ class Model:
         tower = hf.config.vision_config if self.vision else None
         self.levels = 1 + len(getattr(tower, "deepstack_visual_indexes", ()))
         self.vocabulary = self.head.out_features
-        self.dtype, self.device = self.embedding.weight.dtype, self.embedding.weight.device
+        self.dtype = self.embedding.weight.dtype
+        self.device = self.embedding.weight.device
         spread = getattr(hf, "hf_device_map", {})
         self.devices = [spread.get(name, self.device) for name in layer_names(hf)]  # of each layer
         if why := self._strange():
@@ -200,7 +204,13 @@ class Model:
         )
 
     def new_cache(self, rows: int) -> Cache:
-        return Cache(self.devices[: self.layers], rows, self.kv_heads, self.head_dim, self.dtype)
+        return Cache(
+            self.devices[: self.layers],
+            rows=rows,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
 
     def see(self, inputs: Inputs) -> torch.Tensor:
         """The vision tower: (m_v, hidden × levels) features of all visual tokens, in the order of
@@ -214,7 +224,8 @@ class Model:
             (1, inputs.image_patches, inputs.image_grid),
             (2, inputs.video_patches, inputs.video_grid),
         ):
-            places, given = (kinds == kind).nonzero()[:, 0], 0
+            places = (kinds == kind).nonzero()[:, 0]
+            given = 0
             for seen in (
                 look(self.hf, kind, patches, grid)
                 if patches is not None and grid is not None
@@ -262,7 +273,8 @@ class Model:
         self, inputs: Inputs, features: torch.Tensor | None, at: int, end: int
     ) -> torch.Tensor:
         """Places `at` to `end` of a prompt alone: as `embed` has all of it."""
-        types, before = inputs.types[:, at:end], int((inputs.types[:, :at] != 0).sum())
+        types = inputs.types[:, at:end]
+        before = int((inputs.types[:, :at] != 0).sum())
         if features is not None:
             features = features[before : before + int((types != 0).sum())]
         return self.embed(inputs.ids[:, at:end].to(self.device), types, features)

@@ -235,7 +235,8 @@ class Summed(nn.Module):
 
     def __init__(self, inner: nn.Linear):
         super().__init__()
-        self.inner, self.bias = inner, inner.bias
+        self.inner = inner
+        self.bias = inner.bias
         inner.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +251,9 @@ class Gathered(nn.Module):
 
     def __init__(self, inner: nn.Module, out_features: int, ranks: int):
         super().__init__()
-        self.inner, self.out_features, self.ranks = inner, out_features, ranks
+        self.inner = inner
+        self.out_features = out_features
+        self.ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part = self.inner(x)
@@ -267,7 +270,9 @@ class First(nn.Module):
 
     def __init__(self, inner: Any, ranks: Ranks):
         super().__init__()
-        self.inner, self.out_features, self.ranks = inner, inner.out_features, ranks
+        self.inner = inner
+        self.out_features = inner.out_features
+        self.ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ranks.first(self.inner(x))

@@ -153,7 +153,8 @@ def test_a_pair_writes_what_its_larger_model_would(run: Any, archive: Path, tmp_
 def test_unverified_texts_are_requests_of_their_own(
     run: Any, shelf: Path, verified: Path, tmp_path: Path
 ) -> None:
-    words, output = ("--mode=sparse", "--draft=random", "--keep=0.05", *LONGER), tmp_path / "out"
+    words = ("--mode=sparse", "--draft=random", "--keep=0.05", *LONGER)
+    output = tmp_path / "out"
     shutil.copytree(verified, output)
     assert run(shelf, output, *words)["new"] == 6
     both = read(str(output)).to_pylist()
@@ -196,7 +197,8 @@ def test_from_a_bucket_into_a_bucket(run: Any, s3: Any, clips: list[bytes]) -> N
 def test_engines_that_are_killed_are_replaced_and_change_no_text(
     run: Any, shelf: Path, verified: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered, rows = job_module._Recorder.answered, []
+    answered = job_module._Recorder.answered
+    rows = []
 
     def kill_now_and_then(self: Any, *row: Any) -> None:
         answered(self, *row)
@@ -215,10 +217,12 @@ def test_engines_that_are_killed_are_replaced_and_change_no_text(
 
 def engines() -> list[int]:
     """Process ids of the engines that descend from this process."""
-    parents, found = {}, []
+    parents = {}
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            stat, command = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
+            stat = (folder / "stat").read_text()
+            command = (folder / "cmdline").read_bytes()
         except OSError:
             continue  # it ended meanwhile
         parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])

@@ -43,7 +43,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """`ray start --head`, in a session folder and on ports of its own; the environment that reaches
     its dashboard."""
     folder = tmp_path_factory.mktemp("r")
-    port, dashboard = free_port(), free_port()
+    port = free_port()
+    dashboard = free_port()
     names = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}
     names |= {
         "HOME": str(folder),

@@ -56,7 +56,8 @@ def profile_with_a_crossing(model: Path, context: float, device: str = "") -> Pr
     """A dense step takes its bytes' time, a draft step as long whatever the context: from `context`
     tokens on that pays for texts of six tokens, of which the prefill writes one."""
     checkpoint = Checkpoint.load(str(model))
-    account, here = checkpoint.account("float32"), device_at_hand("cpu")
+    account = checkpoint.account("float32")
+    here = device_at_hand("cpu")
     there = type(here)(device or here.name, "cpu", BANDWIDTH, here.memory, here.flops)
     dense = account.step_bytes([context]) / BANDWIDTH
     std = Tried(

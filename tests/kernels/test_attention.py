@@ -55,7 +55,7 @@ def test_rows_over_two_segments_are_their_definition(
     data: st.DataObject,
 ) -> None:
     with kernels(compiled):
-        _over_two_segments(rows, heads, width, dim, lengths, prefixes, data)
+        _over_two_segments(rows, heads, width, dim, lengths=lengths, prefixes=prefixes, data=data)
 
 
 def _over_two_segments(
@@ -80,13 +80,13 @@ def _over_two_segments(
     )
     under = data.draw(st.lists(st.integers(-1, len(prefixes) - 1), min_size=rows, max_size=rows))
     groups = Groups.of(under, prefixes)
-    want = attention.reference_rows(query, own, before, shared, groups, dim**-0.5)  # type: ignore[arg-type]
-    got, _ = attention.attend_rows(query, own, before, shared, groups, dim**-0.5)  # type: ignore[arg-type]
+    want = attention.reference_rows(query, own, before, shared, groups=groups, scale=dim**-0.5)  # type: ignore[arg-type]
+    got, _ = attention.attend_rows(query, own, before, shared, groups=groups, scale=dim**-0.5)  # type: ignore[arg-type]
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
-    alone, _ = attention.attend_rows(query, own, before, None, None, dim**-0.5)  # type: ignore[arg-type]
+    alone, _ = attention.attend_rows(query, own, before, None, groups=None, scale=dim**-0.5)  # type: ignore[arg-type]
     torch.testing.assert_close(
         alone.double(),
-        attention.reference_rows(query, own, before, None, None, dim**-0.5),  # type: ignore[arg-type]
+        attention.reference_rows(query, own, before, None, groups=None, scale=dim**-0.5),  # type: ignore[arg-type]
         rtol=1e-4,
         atol=1e-5,
     )
@@ -118,13 +118,16 @@ def test_long_rows_and_their_logsumexp(
         torch.randn(3, n, m, dim, generator=rng).to(dtype)
         for n, m in ((heads[0], width), *[(heads[1], 2050 + width)] * 4)
     )
-    own, shared = (stores[0], stores[1]), (stores[2], stores[3])
+    own = (stores[0], stores[1])
+    shared = (stores[2], stores[3])
     groups = Groups.of([1, 0, 1], [lengths[1], lengths[2]])
     with kernels(compiled, dtype):
         got, lse = attention.attend_rows(
-            query, own, torch.tensor(lengths), shared, groups, dim**-0.5
+            query, own, torch.tensor(lengths), shared, groups=groups, scale=dim**-0.5
         )
-    want = attention.reference_rows(query, own, torch.tensor(lengths), shared, groups, dim**-0.5)
+    want = attention.reference_rows(
+        query, own, torch.tensor(lengths), shared, groups=groups, scale=dim**-0.5
+    )
     near = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.double(), want, rtol=near, atol=near)
     key = torch.cat([shared[0][0, :, : lengths[1]], own[0][1, :, : lengths[1] + 1]], dim=1)
@@ -214,7 +217,13 @@ def test_fixed_shapes_give_a_token_the_same_bits_in_any_company(
             tuple(x[order] for x in segment) for segment, order in ((own, slots), (shared, stored))
         )
         return attention.attend_rows(
-            query[slots], rows, torch.tensor(before)[slots], store, groups, 0.25, fixed=True
+            query[slots],
+            rows,
+            torch.tensor(before)[slots],
+            store,
+            groups=groups,
+            scale=0.25,
+            fixed=True,
         )[0]  # type: ignore[arg-type]
 
     with kernels(compiled, dtype):
@@ -229,23 +238,26 @@ def test_fixed_shapes_give_a_token_the_same_bits_in_any_company(
 def test_what_is_no_number_is_seen_by_those_who_look_at_it_alone() -> None:
     """One row's broken entries, and what lies behind a row's length, stay out of the others'
     results."""
-    query, cache = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 200, 32)
+    query = torch.randn(2, 4, 1, 32)
+    cache = torch.randn(2, 2, 200, 32)
     broken = cache.clone()
-    broken[0, :, 10], broken[1, :, 101:] = float("nan"), float("nan")
+    broken[0, :, 10] = float("nan")
+    broken[1, :, 101:] = float("nan")
     out, _ = attention.attend_rows(
-        query, (broken, broken), torch.tensor([100, 100]), None, None, 0.3
+        query, (broken, broken), torch.tensor([100, 100]), None, groups=None, scale=0.3
     )
     whole, _ = attention.attend_rows(
-        query, (cache, cache), torch.tensor([100, 100]), None, None, 0.3
+        query, (cache, cache), torch.tensor([100, 100]), None, groups=None, scale=0.3
     )
     assert out[0].isnan().all() and torch.equal(out[1], whole[1])
 
 
 def test_an_empty_slot_gives_finite_numbers() -> None:
-    query, cache = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8)
+    query = torch.randn(2, 4, 3, 8)
+    cache = torch.randn(2, 2, 20, 8)
     groups = Groups.of([-1, 0], [0, 0])
     out, _ = attention.attend_rows(
-        query, (cache, cache), torch.tensor([0, 9]), (cache, cache), groups, 0.3
+        query, (cache, cache), torch.tensor([0, 9]), (cache, cache), groups=groups, scale=0.3
     )
     assert out.isfinite().all()
 
@@ -261,10 +273,8 @@ def test_attention_mass_is_the_mean_over_text_and_the_sum_over_a_group(
     heads: tuple[int, int], text: int, before: int, seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    query, key = (
-        torch.randn(heads[0], text, 16, generator=rng),
-        torch.randn(heads[1], before + text, 16, generator=rng),
-    )
+    query = torch.randn(heads[0], text, 16, generator=rng)
+    key = torch.randn(heads[1], before + text, 16, generator=rng)
     visual = torch.randperm(before, generator=rng)[: max(1, before // 2)].sort().values
     group = heads[0] // heads[1]
     want = torch.zeros(heads[1], len(visual), dtype=torch.float64)

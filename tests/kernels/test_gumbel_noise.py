@@ -18,7 +18,8 @@ def test_noise_depends_on_seed_place_and_token_alone(
     seed: int, place: int, vocabulary: int
 ) -> None:
     one = keyed_gumbel(torch.tensor([seed]), torch.tensor([[place]]), vocabulary)
-    seeds, places = torch.tensor([1, seed]), torch.tensor([[7, 8], [place - 1, place]])
+    seeds = torch.tensor([1, seed])
+    places = torch.tensor([[7, 8], [place - 1, place]])
     assert torch.equal(keyed_gumbel(seeds, places, vocabulary + 5)[1, 1, :vocabulary], one[0, 0])
     assert one.isfinite().all()
 
@@ -91,8 +92,10 @@ def test_a_draw_is_the_maximum_of_scores_and_noise(
 
 @pytest.mark.usefixtures("compiled")
 def test_threads_share_rows_and_vocabulary() -> None:
-    scores, places = torch.randn(3, 2, 20_000), torch.arange(6).view(3, 2)
-    seeds, seeded = torch.arange(3), torch.tensor([True, False, True])
+    scores = torch.randn(3, 2, 20_000)
+    places = torch.arange(6).view(3, 2)
+    seeds = torch.arange(3)
+    seeded = torch.tensor([True, False, True])
     before = torch.get_num_threads()
     drawn = []
     for threads in (1, 2, 5):
@@ -132,11 +135,9 @@ def test_rare_noise_is_drawn_when_it_wins(
     """Bits that begin with any number of ones, up to those whose noise is infinite, at scores
     around the others' best sum: what the C++ version leaves out must not have won."""
     bits = ONES ^ ONES >> leading | rest & ONES >> min(leading + 1, 64)
-    seeds, places, seeded = (
-        torch.tensor([seed_of(bits, token, 5)]),
-        torch.tensor([[5]]),
-        torch.tensor([True]),
-    )
+    seeds = torch.tensor([seed_of(bits, token, 5)])
+    places = torch.tensor([[5]])
+    seeded = torch.tensor([True])
     noise = keyed_gumbel(seeds, places, 70)
     scores = torch.randn(1, 1, 70) * data.draw(st.sampled_from([0, 1, 10])) + data.draw(
         st.sampled_from([0, 99, 1e6])

@@ -42,7 +42,9 @@ def test_a_product_is_its_definition(
 
 
 def test_weights_that_lie_otherwise_are_read_as_they_lie() -> None:
-    x, turned, up = torch.randn(3, 8), torch.randn(8, 5).T, torch.randn(5, 8)
+    x = torch.randn(3, 8)
+    turned = torch.randn(8, 5).T
+    up = torch.randn(5, 8)
     torch.testing.assert_close(linear(x, turned), x @ turned.T)
     torch.testing.assert_close(gated(x, up, turned), F.silu(x @ up.T) * (x @ turned.T))
     half = torch.randn(8, dtype=torch.bfloat16)
@@ -53,10 +55,8 @@ def test_weights_that_lie_otherwise_are_read_as_they_lie() -> None:
 @given(DTYPES, st.integers(1, 100), st.integers(1, 300), st.integers(0, 2**31))
 def test_a_norm_is_its_definition(dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
-    x, weight = (
-        torch.randn(rows, width, generator=rng).to(dtype),
-        torch.randn(width, generator=rng).to(dtype),
-    )
+    x = torch.randn(rows, width, generator=rng).to(dtype)
+    weight = torch.randn(width, generator=rng).to(dtype)
     want = F.rms_norm(x.double(), (width,), weight.double(), 1e-5)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), want, rtol=1e-2, atol=2e-3)
 

@@ -35,7 +35,8 @@ def test_a_packed_product_is_that_of_the_unpacked_weights(
     size: tuple[int, int], rows: int, bits: int, biased: bool, seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    weight, x = torch.randn(*size, generator=rng), torch.randn(2, rows, size[1], generator=rng)
+    weight = torch.randn(*size, generator=rng)
+    x = torch.randn(2, rows, size[1], generator=rng)
     bias = torch.randn(size[0], generator=rng) if biased else None
     with mock.patch.object(loader, "serves", return_value=False):
         packed = pack(weight, bits)
@@ -107,10 +108,8 @@ def test_small_channels_count_as_nothing(
     dtype: torch.dtype, out: int, width: int, rows: int, threshold: float, seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
-    weight, x = (
-        torch.randn(out, width, generator=rng).to(dtype),
-        torch.randn(1, rows, width, generator=rng).to(dtype),
-    )
+    weight = torch.randn(out, width, generator=rng).to(dtype)
+    x = torch.randn(1, rows, width, generator=rng).to(dtype)
     bias = torch.randn(out, generator=rng).to(dtype)
     threshold = float(
         torch.tensor(threshold, dtype=dtype)

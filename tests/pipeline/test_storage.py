@@ -132,7 +132,8 @@ def test_globs(folder: str, pattern: str, expected: list[str]) -> None:
 
 
 def test_a_large_file_is_read_in_ranges(folder: str) -> None:
-    uri, data = storage.join(folder, "large.bin"), os.urandom(4 << 20)
+    uri = storage.join(folder, "large.bin")
+    data = os.urandom(4 << 20)
     storage.put(uri, data)
     with storage.open_read(uri) as file:
         read = []
@@ -381,7 +382,8 @@ def test_throttling_and_cut_connections_are_tried_again(
     with bad_network(s3.endpoint, 0.25, 3) as (endpoint, calls):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         for number in range(10):
-            uri, data = storage.join(s3.bucket, f"{number}.bin"), os.urandom(3000)
+            uri = storage.join(s3.bucket, f"{number}.bin")
+            data = os.urandom(3000)
             assert storage.put_if_absent(uri, data)
             assert not storage.put_if_absent(uri, b"another's")
             assert storage.info(uri).size == 3000

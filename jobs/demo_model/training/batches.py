@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from jobs.demo_model import world
 from jobs.demo_model.model import MERGED
 
-MEAN, STD = 127.5, 127.5
+MEAN = 127.5
+STD = 127.5
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ def draw_batches(
     visual = round(40 * (level.visual / 40) ** rng.random())
     return [
         draw_batch(rng, words, replace(level, scenes=max(8, level.scenes)), tokens // 3),
-        draw_long_batch(rng, words, count, rng.choice(LONG_GRIDS), visual, tokens * 2 // 3),
+        draw_long_batch(
+            rng, words, count, rng.choice(LONG_GRIDS), visual=visual, tokens=tokens * 2 // 3
+        ),
     ]
 
 
@@ -116,7 +119,7 @@ def draw_batch(
     length = count * pace * rows * columns + 14 + 10 * count + asked * 20
     size = max(2, min(48, tokens // length))
     stories = [world.draw_scenes(rng, count) for _ in range(size)]
-    pixels = _frames(rng, stories, pace, rows * MERGED, columns * MERGED)
+    pixels = _frames(rng, stories, pace, rows * MERGED, width=columns * MERGED)
     temporal = count * pace
     order = torch.arange(size * temporal).view(size, temporal)
     return Batch(
@@ -126,7 +129,9 @@ def draw_batch(
         order=order,
         scene=order // pace % count,
         looks=_looks(stories)[order // pace],
-        **_conversations(rng, words, stories, temporal, rows, columns, asked, varied),
+        **_conversations(
+            rng, words, stories, temporal, rows=rows, columns=columns, asked=asked, varied=varied
+        ),
     )
 
 
@@ -160,7 +165,7 @@ def draw_long_batch(
         for scene, (begin, end) in enumerate(itertools.pairwise([0, *ends, loops])):
             first = (clip * count + scene) * pace
             order += list(range(first, first + pace)) * (end - begin)
-    pixels = _frames(rng, stories, pace, rows * MERGED, columns * MERGED)
+    pixels = _frames(rng, stories, pace, rows * MERGED, width=columns * MERGED)
     shown = torch.tensor(order).view(size, loops * pace)
     return Batch(
         patches=_patches(pixels, rows, columns),
@@ -170,13 +175,16 @@ def draw_long_batch(
         scene=shown // pace % count,
         looks=_looks(stories)[shown // pace],
         noise=0.0 if even else rng.uniform(0, 0.1),
-        **_conversations(rng, words, stories, loops * pace, rows, columns, asked, varied=False),
+        **_conversations(
+            rng, words, stories, loops * pace, rows=rows, columns=columns, asked=asked, varied=False
+        ),
     )
 
 
 def _looks(stories: list[tuple[world.Scene, ...]]) -> torch.Tensor:
     """(scenes of all clips, 2): kind and colour."""
-    kinds, colours = list(world.KINDS), list(world.COLOURS)
+    kinds = list(world.KINDS)
+    colours = list(world.COLOURS)
     return torch.tensor(
         [(kinds.index(s.kind), colours.index(s.colour)) for story in stories for s in story]
     )
@@ -191,9 +199,14 @@ def _frames(
     """(B × frames, 3, height, width), scaled as the processor scales, with what a codec and a
     resize do to pixels."""
     per_scene = 2 * pace
-    scene, number, moment, centre, shade = [], [], [], [], []
+    scene = []
+    number = []
+    moment = []
+    centre = []
+    shade = []
     for story in stories:
-        tint, drift = world.grey(rng), rng.uniform(-0.5, 0.5)
+        tint = world.grey(rng)
+        drift = rng.uniform(-0.5, 0.5)
         for which, item in enumerate(story, 1):
             spot = world.place(rng, item)
             for i in range(per_scene):
@@ -202,13 +215,21 @@ def _frames(
                 moment.append((i + 0.5 + drift) / per_scene)
                 centre.append(spot)
                 shade.append(tint)
-    numbers, moments = torch.tensor(number), torch.tensor(moment)
+    numbers = torch.tensor(number)
+    moments = torch.tensor(moment)
     pixels = world.paint(
-        scene, numbers, moments, torch.tensor(centre), torch.tensor(shade), height, width
+        scene,
+        numbers,
+        moments,
+        torch.tensor(centre),
+        background=torch.tensor(shade),
+        height=height,
+        width=width,
     )
     if rng.random() < 0.5:
         pixels = F.avg_pool2d(F.pad(pixels, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
-    gain, offset = rng.uniform(0.92, 1.06) / STD, rng.uniform(-6, 6) / STD - MEAN / STD
+    gain = rng.uniform(0.92, 1.06) / STD
+    offset = rng.uniform(-6, 6) / STD - MEAN / STD
     start = rng.randrange(len(_GRAIN) // 2)
     grain = _GRAIN[start : start + pixels[:2].numel()].view_as(pixels[:2]) * (
         rng.uniform(0, 4) / STD
@@ -238,11 +259,13 @@ def _conversations(
     conversations side by side."""
     ask = _encoder(words)
     head = ask("<|im_start|>user\n<|vision_start|>")
-    visual, at = temporal * rows * columns, len(head)
+    visual = temporal * rows * columns
+    at = len(head)
     prefix = head + [words.convert_tokens_to_ids("<|video_pad|>")] * visual + ask("<|vision_end|>")
     # per row: id, branch, place in its branch, target, unit of each token behind the prefix
     lines = [torch.tensor(_dialogues(rng, words, story, asked)).T for story in stories]
-    size, longest = len(stories), len(prefix) + max(line.shape[1] for line in lines)
+    size = len(stories)
+    longest = len(prefix) + max(line.shape[1] for line in lines)
     ids, target, unit = (
         torch.full((size, longest), fill) for fill in (words.pad_token_id, -100, -1)
     )
@@ -255,16 +278,16 @@ def _conversations(
     )
     positions[:, :, at : at + visual] = torch.stack(grid).reshape(3, 1, -1) + at
     for row, line in enumerate(lines):
-        behind = at + _gap(rng, temporal, rows, columns, varied)
+        behind = at + _gap(rng, temporal, rows, columns, varied=varied)
         positions[:, row, at + visual] = behind  # <|vision_end|>
         span = slice(len(prefix), len(prefix) + line.shape[1])
-        ids[row, span], branch[row, span], positions[:, row, span] = (
-            line[0],
-            line[1],
-            line[2] + behind + 1,
-        )
-        target[row, span], unit[row, span] = line[3], line[4]
-    shown, spoken = slice(at, at + visual), slice(len(prefix), longest)
+        ids[row, span] = line[0]
+        branch[row, span] = line[1]
+        positions[:, row, span] = line[2] + behind + 1
+        target[row, span] = line[3]
+        unit[row, span] = line[4]
+    shown = slice(at, at + visual)
+    spoken = slice(len(prefix), longest)
     sees = (branch[:, None, :] == branch[:, spoken, None]) | (branch[:, None, :] == 0)
     causal = torch.arange(longest)[None, :] <= torch.arange(longest)[spoken, None]
     mask = (sees & causal)[:, None]
@@ -296,7 +319,8 @@ def _dialogues(
     pool = world.questions(story)
     questions = rng.sample(pool[:-1], min(asked, len(pool)) - 1) + pool[-1:]
     pairs = [(rng.choice(world.CAPTION_PROMPTS), clauses), *((q, [a]) for q, a in questions)]
-    line, unit = [], 0
+    line = []
+    unit = 0
     for branch, (question, pieces) in enumerate(pairs, 1):
         opening = ask(question + "<|im_end|>\n<|im_start|>assistant\n")
         said = [(token, unit + n) for n, piece in enumerate(pieces) for token in ask(piece)]

@@ -29,9 +29,11 @@ def see(model: Qwen2VLForConditionalGeneration, batch: Batch) -> torch.Tensor:
     order = [p.view(rows // 2, 2, columns // 2, 2).permute(0, 2, 1, 3).flatten() for p in (h, w)]
     cos, sin = tower.rotary_pos_emb(x, torch.stack(order, dim=1))
     for block in tower.blocks:
-        attn, y = block.attn, block.norm1(x)
+        attn = block.attn
+        y = block.norm1(x)
         q, k, v = attn.qkv(y).view(pairs, count, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
-        q, k = q * cos + _turn(q) * sin, k * cos + _turn(k) * sin
+        q = q * cos + _turn(q) * sin
+        k = k * cos + _turn(k) * sin
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(pairs, count, -1)
         x = x + attn.proj(y)
         x = x + block.mlp(block.norm2(x))
@@ -118,7 +120,8 @@ def _hidden(
     embeds = embeds.masked_scatter((batch.ids == model.config.video_token_id)[..., None], shown)
     turns = [angle[:, None] for angle in text.rotary_emb(embeds, batch.positions)]
     cut = batch.ids.shape[1] - batch.mask.shape[2]
-    prefix, suffix = embeds[:, :cut], embeds[:, cut:]
+    prefix = embeds[:, :cut]
+    suffix = embeds[:, cut:]
     states = [prefix]
     for number, layer in enumerate(text.layers, 1):
         query, key, value = _project(layer, torch.cat((prefix, suffix), 1), turns)
@@ -137,13 +140,15 @@ def _project(
 ) -> list[torch.Tensor]:
     """Queries, keys and values, each (B, heads, L, head size); keys and values repeated for the
     queries' heads."""
-    attn, x = layer.self_attn, layer.input_layernorm(x)
+    attn = layer.self_attn
+    x = layer.input_layernorm(x)
     cos, sin = turns
     query, key, value = (
         f(x).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
         for f in (attn.q_proj, attn.k_proj, attn.v_proj)
     )
-    query, key = query * cos + _turn(query) * sin, key * cos + _turn(key) * sin
+    query = query * cos + _turn(query) * sin
+    key = key * cos + _turn(key) * sin
     groups = attn.num_key_value_groups
     return [query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)]
 

@@ -87,7 +87,9 @@ def held_out_long(words: PreTrainedTokenizerFast, level: Difficulty, clips: int)
         if clips <= 0:
             return
         scenes = -(-level.scenes * part // 6)
-        batch = draw_long_batch(rng, words, scenes, (4, 4), level.visual, 4000, even=True)
+        batch = draw_long_batch(
+            rng, words, scenes, (4, 4), visual=level.visual, tokens=4000, even=True
+        )
         clips -= len(batch.ids)
         yield batch
 
@@ -100,16 +102,21 @@ def exam(
     right given the true text before it is the same as being written right by greedy decoding, as
     long as all before it is right."""
     model.eval()
-    good, all_of, loss, tokens = Counter[str](), Counter[str](), 0.0, 0
+    good = Counter[str]()
+    all_of = Counter[str]()
+    loss = 0.0
+    tokens = 0
     for batch in batches:
         out = probes(model, batch)
-        logits, target = out.logits, out.target
+        logits = out.logits
+        target = out.target
         good["numbers"] += int((out.number.argmax(-1) == batch.scene).sum())
         all_of["numbers"] += batch.scene.numel()
         right = torch.ones_like(batch.target, dtype=torch.bool)
         right[batch.target != -100] = logits.argmax(-1) == target
         for unit in range(int(batch.unit.max()) + 1):
-            name, of = "clauses" if unit < batch.scenes else "answers", batch.unit == unit
+            name = "clauses" if unit < batch.scenes else "answers"
+            of = batch.unit == unit
             good[name] += int((right | ~of).all(1).sum())
             all_of[name] += len(of)
         loss += F.cross_entropy(logits, target, reduction="sum").item()
@@ -211,7 +218,8 @@ def train(
     """
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    rng, words = random.Random(seed), tokenizer()
+    rng = random.Random(seed)
+    words = tokenizer()
     load = functools.partial(Qwen2VLForConditionalGeneration.from_pretrained, dtype=torch.float32)
     model = (load(resume) if resume else build(shape, words)).train()
     guide = load(teacher).eval() if teacher else None
@@ -221,7 +229,8 @@ def train(
     )
     probes = Probes(model.config.text_config.hidden_size)
     optimizers = optimizers_of(model, probes)
-    began, losses = time.monotonic(), []
+    began = time.monotonic()
+    losses = []
     for step in range(steps):
         level = STAGES[stage].level
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -238,7 +247,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if (step + 1) % exam_every == 0:
-            result = report(model, probes, words, level, exam_clips)
+            result = report(model, probes, words, level, clips=exam_clips)
             line = {
                 "step": step + 1,
                 "stage": stage,

@@ -87,7 +87,9 @@ def perplexity(engine: Engine, asked: Subject, draft: Draft) -> float:
     batch._regroup()
     slots = batch.slots
     text = torch.tensor([asked.following[request.request_id] for request in asked.requests])
-    fed, expected = text[:, :-1], text[:, 1:]  # the first is foretold by the prefill
+    # the first is foretold by the prefill
+    fed = text[:, :-1]
+    expected = text[:, 1:]
     slots.reserve(fed.shape[1])
     positions = slots.position[:, None] + torch.arange(fed.shape[1])
     logits = engine.drafter(draft).step(fed, positions, slots.drafts_view(0))

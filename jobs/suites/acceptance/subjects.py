@@ -90,14 +90,15 @@ def subject(
     """
     if checkpoint.takes_video:
         shown = list(
-            _clips(checkpoint, context, prompts, Sampling(tokens, temperature=0.0), scenes)
+            _clips(checkpoint, context, prompts, Sampling(tokens, temperature=0.0), scenes=scenes)
         )
         return Subject(shown, {r.request_id: checkpoint.inputs(r) for r in shown}, {})
     ids = _prose(checkpoint, (context + step * len(prompts) + more) * (max(prompts) + 1))
     sampling = Sampling(tokens, min_tokens=tokens, temperature=0.0)
     found = Subject([], {}, {})
     for number, part in zip(prompts, itertools.count(1)):
-        length, name = context + step * part, f"prose {number}"
+        length = context + step * part
+        name = f"prose {number}"
         piece = ids[len(ids) * number // (max(prompts) + 1) :][: length + more]
         prompt = torch.tensor([piece[:length]])
         found.requests.append(Request(name, "", video=name, sampling=sampling))
@@ -178,10 +179,16 @@ def _clips(
         rate = 1
         while checkpoint.geometry.tokens(_frames(story, rate), SIDE, SIDE) < context:
             rate += 1
-        frames = torch.from_numpy(world.clip_frames(rng, story, SIDE, SIDE, rate))
+        frames = torch.from_numpy(world.clip_frames(rng, story, SIDE, SIDE, rate=rate))
         question, _ = rng.choice(world.questions(story))
         for kind, prompt in (("caption", world.CAPTION_PROMPTS[0]), ("question", question)):
-            yield Request(f"{kind} {number}", prompt, frames, f"clip {number}", sampling=sampling)
+            yield Request(
+                f"{kind} {number}",
+                prompt=prompt,
+                frames=frames,
+                video=f"clip {number}",
+                sampling=sampling,
+            )
 
 
 def _frames(story: Sequence[world.Scene], rate: int) -> int:

@@ -27,7 +27,9 @@ from std_core.engine.engine import Engine
 from std_core.model.drafters import weight_bytes
 from std_core.types import Draft, Result
 
-GAMMA, KEEP, CHANNELS = 5, 0.2, 0.5
+GAMMA = 5
+KEEP = 0.2
+CHANNELS = 0.5
 PRUNED = 0.1  # what SpecVLM keeps
 KEEPS = (0.05, 0.1, 0.2, 0.3, 0.5)
 GAMMAS = (2, 5, 9)
@@ -78,9 +80,10 @@ def run(argv: list[str]) -> dict[str, Any]:
     engine = replace(engine, max_num_seqs=asked.contexts())
     chosen, tried = nucleus(engine, _asked(flags, engine, range(prompts, prompts + SAMPLES)))
     dense = {r.request_id: r.token_ids for r in _answered(engine, asked, None)}
-    console, rows = Console(stderr=True, width=140), []
+    console = Console(stderr=True, width=140)
+    rows = []
     for name, draft in drafts(chosen):
-        rows.append(figures(engine, asked, name, draft, dense))
+        rows.append(figures(engine, asked, name, draft, dense=dense))
         console.log(
             f"{name} {rows[-1]['budget']}: {rows[-1]['accepted_per_round']}, {rows[-1]['seconds']} s"
         )

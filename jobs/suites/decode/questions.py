@@ -18,7 +18,9 @@ from std_core.engine.engine import Engine
 from std_core.model.checkpoint import Inputs
 from std_core.types import Draft, Request, Sampling
 
-VIDEOS, QUESTIONS, SCENES = 4, 8, 12
+VIDEOS = 4
+QUESTIONS = 8
+SCENES = 12
 
 
 def measured(engine: Engine, context: int, draft: Draft) -> dict[str, Any]:
@@ -35,7 +37,8 @@ def measured(engine: Engine, context: int, draft: Draft) -> dict[str, Any]:
         r.request_id: r for r in ours.run(asked, draft, lambda request: inputs[request.request_id])
     }
     our_s = time.perf_counter() - began
-    began, same = time.perf_counter(), 0
+    began = time.perf_counter()
+    same = 0
     for number in range(QUESTIONS):
         batch = [request for request in asked if request.request_id.endswith(f"/{number}")]
         texts = _theirs(
@@ -65,7 +68,8 @@ def measured(engine: Engine, context: int, draft: Draft) -> dict[str, Any]:
 
 def _requests(engine: Engine, context: int) -> list[Request]:
     """Of every video the same questions, so that each of them makes a batch of one length."""
-    asked, numbers = [], random.Random(0).sample(range(4 * SCENES), QUESTIONS)
+    asked = []
+    numbers = random.Random(0).sample(range(4 * SCENES), QUESTIONS)
     for video in range(VIDEOS):
         rng = random.Random(f"questions {video}")
         story = world.draw_scenes(rng, SCENES)
@@ -75,12 +79,18 @@ def _requests(engine: Engine, context: int) -> list[Request]:
             < context
         ):
             rate += 1
-        frames = torch.from_numpy(world.clip_frames(rng, story, SIDE, SIDE, rate))
+        frames = torch.from_numpy(world.clip_frames(rng, story, SIDE, SIDE, rate=rate))
         for number, place in enumerate(numbers):
             question, _ = world.questions(story)[place]
             sampling = Sampling(12, temperature=0.0)
             asked.append(
-                Request(f"{video}/{number}", question, frames, f"clip {video}", sampling=sampling)
+                Request(
+                    f"{video}/{number}",
+                    prompt=question,
+                    frames=frames,
+                    video=f"clip {video}",
+                    sampling=sampling,
+                )
             )
     return asked
 

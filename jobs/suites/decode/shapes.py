@@ -49,7 +49,8 @@ def engine(name: str, dtype: str, device: str) -> Engine:
         max_position_embeddings=Shaped.max_model_len,
         tie_word_embeddings=True,
     )
-    was, rng = torch.get_default_dtype(), torch.random.get_rng_state()
+    was = torch.get_default_dtype()
+    rng = torch.random.get_rng_state()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         torch.manual_seed(0)

@@ -63,20 +63,23 @@ def run(argv: list[str]) -> dict[str, Any]:
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite decode")
     if flags.device != "cpu" and not torch.cuda.is_available():
         raise UsageError(f"--device {flags.device}: this machine has none")
-    began, console = time.monotonic(), Console(stderr=True, width=220)
+    began = time.monotonic()
+    console = Console(stderr=True, width=220)
     torch.set_num_threads(flags.threads)
     bandwidth = read_bandwidth()
     engine = _engine(flags)
     usual = "4096,16384" if engine.checkpoint.takes_video else "2048,7936"
-    contexts, batches = (
-        numbers("contexts", flags.contexts or usual),
-        numbers("batches", flags.batches),
-    )
+    contexts = numbers("contexts", flags.contexts or usual)
+    batches = numbers("batches", flags.batches)
     rows: list[dict[str, Any]] = []
     for context in contexts:
         for batch in batches:
             rows += cell(
-                replace(engine, max_num_seqs=batch, prefixes=None), flags, batch, context, bandwidth
+                replace(engine, max_num_seqs=batch, prefixes=None),
+                flags,
+                batch,
+                context,
+                bandwidth=bandwidth,
             )
             console.print(table(flags.model, rows[-len(drafts(engine)) :]))
     return {
@@ -135,9 +138,10 @@ def cell(
         for pair in pairs.values():
             pair.once(segment)
 
-    theirs, prompts = None, [asked.prepare(request) for request in asked.requests]
+    theirs = None
+    prompts = [asked.prepare(request) for request in asked.requests]
     if flags.hugging_face:
-        theirs = generate_timing.beside(engine.model, prompts, segment, flags.pairs, turn)
+        theirs = generate_timing.beside(engine.model, prompts, segment, flags.pairs, turn=turn)
     else:
         for _ in range(flags.pairs):
             turn()
@@ -191,7 +195,9 @@ def cell(
 
 def _times(engine: Engine, pair: Pair, context: int, bandwidth: float) -> dict[str, Any]:
     """Times of the steps, in ms, and what bytes allow."""
-    dense, drafted, gamma = pair.dense, pair.drafted, pair.policy.gamma
+    dense = pair.dense
+    drafted = pair.drafted
+    gamma = pair.policy.gamma
     dense_s, draft_s, verify_s = (
         statistics.median(x or [0.0]) for x in (dense.verify, drafted.draft, drafted.verify)
     )

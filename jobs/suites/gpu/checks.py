@@ -155,7 +155,9 @@ def _rows(
     prefix = _segment(device, dtype, 2, kv_heads, prefix_n, dim)
     lengths = torch.tensor([own_n, 5, own_n // 2], device=device)
     groups = Groups.of([1, -1, 1], [3, prefix_n - 7], device)
-    out, lse = triton_attention.attend_rows(query, own, lengths, prefix, groups, dim**-0.5, fixed)
+    out, lse = triton_attention.attend_rows(
+        query, own, lengths, prefix, groups=groups, scale=dim**-0.5, fixed=fixed
+    )
     place = torch.arange(own_n + width, device=device)
     newest = lengths[:, None] + torch.arange(width, device=device)
     one = _dense(query, own, place <= newest[..., None], dim**-0.5)
@@ -190,10 +192,8 @@ def _mass(device: str, dtype: torch.dtype, size: tuple[int, ...]) -> float:
 def _chunk(device: str, dtype: torch.dtype, size: tuple[int, ...]) -> float:
     heads, kv_heads, text, past, dim = size
     query = torch.randn(1, heads, text, dim, device=device, dtype=dtype)
-    before, new = (
-        _segment(device, dtype, 1, kv_heads, past, dim),
-        _segment(device, dtype, 1, kv_heads, text, dim),
-    )
+    before = _segment(device, dtype, 1, kv_heads, past, dim)
+    new = _segment(device, dtype, 1, kv_heads, text, dim)
     out, lse = attention.attend_chunk(query, [before], new, dim**-0.5)
     sees = torch.ones(1, text, past + text, dtype=torch.bool, device=device).tril(past)
     joined = tuple(torch.cat(pair, dim=2) for pair in zip(before, new, strict=True))
@@ -225,10 +225,8 @@ def _sparse(device: str, dtype: torch.dtype, size: tuple[int, int]) -> float:
 
 
 def _gather(device: str) -> float:
-    cache, chosen = (
-        torch.randn(4, 900, 128, device=device),
-        torch.randint(0, 900, (4, 300), device=device),
-    )
+    cache = torch.randn(4, 900, 128, device=device)
+    chosen = torch.randint(0, 900, (4, 300), device=device)
     want = cache.gather(1, chosen[..., None].expand(-1, -1, 128))
     return float((triton_gather.gather_entries(cache, chosen) != want).sum())
 
@@ -240,8 +238,11 @@ def _fixed(device: str, dtype: torch.dtype) -> float:
     own = _segment(device, dtype, 2, 2, 1536, 32)
 
     def attend(order: list[int], before: list[int]) -> torch.Tensor:
-        rows, at = (own[0][order], own[1][order]), torch.tensor(before, device=device)
-        return triton_attention.attend_rows(query[order], rows, at, None, None, 0.2, fixed=True)[0]
+        rows = (own[0][order], own[1][order])
+        at = torch.tensor(before, device=device)
+        return triton_attention.attend_rows(
+            query[order], rows, at, None, groups=None, scale=0.2, fixed=True
+        )[0]
 
     return float((attend([0, 1], [700, 0])[0, :, 3] != attend([1, 0], [1500, 702])[1, :, 1]).sum())
 
@@ -251,7 +252,8 @@ def _fixed(device: str, dtype: torch.dtype) -> float:
 
 def _against_generate(device: str, draft: Draft, tiny: bool) -> float:
     """Tokens of three ragged rows in float32 that are not `generate`'s."""
-    model, tokens = small_llama(device, torch.float32), 4 if tiny else 48
+    model = small_llama(device, torch.float32)
+    tokens = 4 if tiny else 48
     ids, mask = _prompts(device, 70 if tiny else 1200)
     want = model.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False

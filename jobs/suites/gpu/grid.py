@@ -41,8 +41,8 @@ class Size:
     read: int  # bytes that the bandwidth is measured with
 
 
-FULL = Size(8, (8192, 16384, 32768, 65536), (2, 4, 8), 8, 4 << 30)
-TINY = Size(2, (96,), (1,), 1, 1 << 20)
+FULL = Size(8, contexts=(8192, 16384, 32768, 65536), gammas=(2, 4, 8), repeats=8, read=4 << 30)
+TINY = Size(2, contexts=(96,), gammas=(1,), repeats=1, read=1 << 20)
 
 
 def seconds(device: str, work: Callable[[], Any], repeats: int) -> float:
@@ -81,7 +81,13 @@ def drafts(model: Model) -> dict[str, Model]:
 
 def fits(model: Model, size: Size, context: int, device: str) -> bool:
     need = pool_bytes(
-        entry_bytes(model), size.slots, context, context - TEXT, context - TEXT, WRITTEN, Draft(k=K)
+        entry_bytes(model),
+        size.slots,
+        context,
+        context - TEXT,
+        visual=context - TEXT,
+        limit=WRITTEN,
+        draft=Draft(k=K),
     )
     return device != "cuda" or need < 0.9 * torch.cuda.mem_get_info()[0]
 
@@ -119,7 +125,9 @@ def measure(
     for name, drafter in drafters.items():
         rounds = {gamma: timed(gamma, drafter) for gamma in size.gammas}
         kept = size.slots * (min(K, context) + TEXT) * entry_bytes(model)
-        point["drafts"][name] = _figures(rounds, verify, dense, read, weight_bytes(drafter) + kept)
+        point["drafts"][name] = _figures(
+            rounds, verify, dense, read, draft_read=weight_bytes(drafter) + kept
+        )
     return point
 
 
@@ -158,7 +166,8 @@ def tokens(a: float, gamma: int) -> float:
 def filled(model: Model, count: int, context: int) -> Slots:
     """Rows at a context's end, each with a prefix of its own, a question and room for a caption."""
     slots = Slots.empty(model, count, torch.Generator(model.device))
-    shared, kept = context - TEXT, min(K, context - TEXT)
+    shared = context - TEXT
+    kept = min(K, context - TEXT)
     for cache, entries in (
         (slots.prefix, shared),
         (slots.own, TEXT + WRITTEN),
@@ -206,10 +215,8 @@ def shares(
     has in them; prefill and vision tower are measured on a piece and stand for as many pieces as
     there are."""
     context = point["context"]
-    prefill, vision = (
-        _prefill(model, context, device),
-        _vision(model, shape, context - TEXT, device),
-    )
+    prefill = _prefill(model, context, device)
+    vision = _vision(model, shape, context - TEXT, device)
     dense = WRITTEN * point["dense_ms"] / 1e3 / size.slots
     found = {"context": context, "vision_s": vision, "prefill_s": prefill, "decode_dense_s": dense}
     found["decode_share"] = dense / (vision + prefill + dense)
@@ -261,8 +268,8 @@ def grid(
             yield context, "does not fit the memory"
         else:
             try:
-                point = measure(model, drafters, size, context, peak, device)
-                yield context, point | {"shares": shares(model, shape, size, point, device)}
+                point = measure(model, drafters, size, context, peak=peak, device=device)
+                yield context, point | {"shares": shares(model, shape, size, point, device=device)}
             except (
                 RuntimeError,
                 TritonError,

@@ -63,16 +63,22 @@ _DEEP: dict[str, Any] = {"mrope_section": [24, 20, 20], "mrope_interleaved": Tru
 FULL = (
     Shape(
         "Qwen2-VL-7B",
-        _qwen2_vl,
-        _text(3584, 18944, 28, (28, 4), 152064, {"mrope_section": [16, 24, 24]}),
-        {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "mlp_ratio": 4},
-        3 * 2 * 14**2,
+        build=_qwen2_vl,
+        text=_text(3584, 18944, 28, (28, 4), words=152064, rope={"mrope_section": [16, 24, 24]}),
+        vision={
+            "depth": 32,
+            "embed_dim": 1280,
+            "hidden_size": 3584,
+            "num_heads": 16,
+            "mlp_ratio": 4,
+        },
+        patch_numbers=3 * 2 * 14**2,
     ),
     Shape(
         "Qwen3-VL-8B",
-        _qwen3_vl,
-        _text(4096, 12288, 36, (32, 8), 151936, _DEEP) | {"head_dim": 128},
-        {
+        build=_qwen3_vl,
+        text=_text(4096, 12288, 36, (32, 8), words=151936, rope=_DEEP) | {"head_dim": 128},
+        vision={
             "depth": 27,
             "hidden_size": 1152,
             "intermediate_size": 4304,
@@ -80,16 +86,16 @@ FULL = (
             "out_hidden_size": 4096,
             "deepstack_visual_indexes": [8, 16, 24],
         },
-        3 * 2 * 16**2,
+        patch_numbers=3 * 2 * 16**2,
     ),
 )
 TINY = (
     Shape(
         "tiny Qwen2-VL",
-        _qwen2_vl,
-        _text(64, 96, 1, (4, 2), 96, {"mrope_section": [2, 3, 3]}),
-        {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
-        3 * 2 * 14**2,
+        build=_qwen2_vl,
+        text=_text(64, 96, 1, (4, 2), words=96, rope={"mrope_section": [2, 3, 3]}),
+        vision={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+        patch_numbers=3 * 2 * 14**2,
     ),
 )
 
@@ -103,7 +109,7 @@ def random_model(shape: Shape, device: str, dtype: torch.dtype) -> Model:
 
 def small_llama(device: str, dtype: torch.dtype) -> Any:
     """A text model that says many different things, for checks of tokens against `generate`."""
-    sizes = _text(64, 128, 2, (4, 2), 96, {}) | {"initializer_range": 0.2}
+    sizes = _text(64, 128, 2, (4, 2), words=96, rope={}) | {"initializer_range": 0.2}
     torch.manual_seed(5)
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
     return model.to(device, dtype).eval()

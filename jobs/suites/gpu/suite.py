@@ -63,7 +63,8 @@ def _check(flags: Flags) -> None:
 def _measured(flags: Flags, tiny: bool) -> dict[str, Any]:
     began = time.monotonic()
     deadline = began + flags.seconds
-    device, dtype = flags.device, torch.float32 if tiny else torch.bfloat16
+    device = flags.device
+    dtype = torch.float32 if tiny else torch.bfloat16
     size = grid.TINY if tiny else grid.FULL
     peak = grid.bandwidth(device, size)
     found, late = checks.run(device, tiny, began + flags.seconds / 2)

@@ -42,7 +42,11 @@ class Case:
     def load(self) -> Load:
         visual = self.asked.visual(self.sizes)
         load = Load(
-            visual + self.asked.text, visual, self.asked.written, self.chunk, draws="greedy"
+            visual + self.asked.text,
+            visual=visual,
+            written=self.asked.written,
+            chunk=self.chunk,
+            draws="greedy",
         )
         return load if self.seed is None else replace(load, draws="seeded")
 
@@ -69,7 +73,8 @@ class Subject:
         return cls(case, prompts_of(case))
 
     def __post_init__(self) -> None:
-        case, dtype = self.case, getattr(torch, self.case.dtype)
+        case = self.case
+        dtype = getattr(torch, self.case.dtype)
         self.model = build(case.sizes, dtype, case.device)
         self.pair: Model | None = build(case.pair, dtype, case.device) if case.pair else None
 
@@ -129,11 +134,11 @@ def cases(scale: int = 2) -> list[Case]:
             Asked(0, 1000 * scale, 90 * scale),
             slots=4 * scale,
         ),
-        Case("draft_kv", plain, video, slots=4 * scale, draft=replace(std, keep=0.9)),
+        Case("draft_kv", sizes=plain, asked=video, slots=4 * scale, draft=replace(std, keep=0.9)),
         Case(
             "draft_kv_text",
-            replace(plain, family="llama"),
-            Asked(0, 1500 * scale, 40),
+            sizes=replace(plain, family="llama"),
+            asked=Asked(0, 1500 * scale, 40),
             slots=4 * scale,
             draft=std,
         ),
@@ -142,10 +147,10 @@ def cases(scale: int = 2) -> list[Case]:
         Case("teal", replace(wide, layers=6), Asked(4, 40, 4), draft=Draft("full", channels=0.5)),
         Case(
             "pair",
-            plain,
-            replace(video, frames=32),
-            2 * scale,
-            Draft("specvlm", model=PAIR),
+            sizes=plain,
+            asked=replace(video, frames=32),
+            slots=2 * scale,
+            draft=Draft("specvlm", model=PAIR),
             pair=wide,
         ),
         Case(
@@ -156,39 +161,39 @@ def cases(scale: int = 2) -> list[Case]:
         ),
         Case(
             "mass",
-            Sizes(layers=1, hidden=1024, heads=(16, 2)),
-            Asked(128 * scale, 300, 4),
+            sizes=Sizes(layers=1, hidden=1024, heads=(16, 2)),
+            asked=Asked(128 * scale, 300, 4),
             draft=std,
             chunk=512,
         ),
         Case(
             "logits",
-            Sizes(words=16000 * scale, layers=1),
-            Asked(4, 40, 12),
-            4 * scale,
-            Draft("full", gamma=10),
+            sizes=Sizes(words=16000 * scale, layers=1),
+            asked=Asked(4, 40, 12),
+            slots=4 * scale,
+            draft=Draft("full", gamma=10),
         ),
         Case(
             "sampled",
-            Sizes(words=16000 * scale, layers=1),
-            Asked(4, 40, 8),
-            4 * scale,
-            Draft("full", gamma=5),
+            sizes=Sizes(words=16000 * scale, layers=1),
+            asked=Asked(4, 40, 8),
+            slots=4 * scale,
+            draft=Draft("full", gamma=5),
             seed=3,
         ),
         Case(
             "round",
-            Sizes(inner=16384, layers=1),
-            Asked(4, 40, 12),
-            12 * scale,
-            Draft("full", gamma=10),
+            sizes=Sizes(inner=16384, layers=1),
+            asked=Asked(4, 40, 12),
+            slots=12 * scale,
+            draft=Draft("full", gamma=10),
         ),
         Case(
             "refresh",
-            Sizes(layers=1, hidden=1024, heads=(16, 4)),
-            video,
-            4 * scale,
-            replace(std, refresh=1),
+            sizes=Sizes(layers=1, hidden=1024, heads=(16, 4)),
+            asked=video,
+            slots=4 * scale,
+            draft=replace(std, refresh=1),
         ),
     ]
     for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision"):

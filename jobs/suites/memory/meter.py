@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
 
 
 def tensors_peak(work: Callable[[], None], device: str = "cpu") -> int:

@@ -108,7 +108,8 @@ def build(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Model:
 def inputs_of(sizes: Sizes, asked: Asked, seed: int = 0) -> Inputs:
     """A prompt of random words around a video of random patches."""
     rng = torch.Generator().manual_seed(seed)
-    visual, side = asked.visual(sizes), sizes.side // PATCH
+    visual = asked.visual(sizes)
+    side = sizes.side // PATCH
     parts = [(4, 0), (visual, 2), (asked.text - 4, 0)]
     if sizes.family == "qwen3_vl":  # each frame has its time before it
         parts = [
@@ -125,7 +126,11 @@ def inputs_of(sizes: Sizes, asked: Asked, seed: int = 0) -> Inputs:
         return Inputs(ids, types, frames, torch.tensor([[asked.frames, sizes.side, sizes.side]]))
     patches = torch.randn(asked.frames * side**2, 3 * 2 * PATCH**2, generator=rng)
     return Inputs(
-        ids, types, patches, torch.tensor([[asked.frames, side, side]]), seconds=torch.tensor([1.0])
+        ids,
+        types=types,
+        video_patches=patches,
+        video_grid=torch.tensor([[asked.frames, side, side]]),
+        seconds=torch.tensor([1.0]),
     )
 
 

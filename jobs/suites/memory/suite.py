@@ -42,7 +42,9 @@ def run(argv: list[str]) -> dict[str, Any]:
     known = {case.name: case for case in cases(flags.scale)}
     if unknown := set(flags.case) - set(known):
         raise UsageError(f"--case {min(unknown)!r} is none of {', '.join(known)}")
-    began, console, rows = time.monotonic(), Console(stderr=True, width=140), []
+    began = time.monotonic()
+    console = Console(stderr=True, width=140)
+    rows = []
     for name in flags.case or known:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, context) as alone:

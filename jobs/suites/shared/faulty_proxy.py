@@ -24,7 +24,8 @@ SLOW_DOWN = (
 def bad_network(endpoint: str, share: float, seed: int) -> Iterator[tuple[str, Counter[str]]]:
     """The proxy's own endpoint, and how often it did what (`calls` in all)."""
     done: Counter[str] = Counter()
-    rng, lock = random.Random(seed), threading.Lock()
+    rng = random.Random(seed)
+    lock = threading.Lock()
 
     def fate() -> str:
         with lock:

@@ -28,18 +28,26 @@ class _Clock(StoppingCriteria):
     of them."""
 
     def __init__(self, segment: int, count: int, turn: Callable[[], None]):
-        self.segment, self.count, self.turn, self.theirs = segment, count, turn, Theirs()
-        self.began, self.first, self.at = time.perf_counter(), 0, 0
+        self.segment = segment
+        self.count = count
+        self.turn = turn
+        self.theirs = Theirs()
+        self.began = time.perf_counter()
+        self.first = 0
+        self.at = 0
 
     def __call__(self, ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
         now = time.perf_counter()
         if not self.first:
-            self.theirs.prefill_s, self.first = now - self.began, ids.shape[1]
-            self.at, self.began = self.first, time.perf_counter()
+            self.theirs.prefill_s = now - self.began
+            self.first = ids.shape[1]
+            self.at = self.first
+            self.began = time.perf_counter()
         elif ids.shape[1] - self.at >= self.segment:
             self.theirs.per_token.append((now - self.began) / (ids.shape[1] - self.at))
             self.turn()
-            self.at, self.began = ids.shape[1], time.perf_counter()
+            self.at = ids.shape[1]
+            self.began = time.perf_counter()
         return torch.full((len(ids),), len(self.theirs.per_token) >= self.count, dtype=torch.bool)
 
 

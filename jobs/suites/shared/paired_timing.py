@@ -50,11 +50,13 @@ class Pair:
         self.policy = policy
         self.batch = Batch(engine, policy, prepare)
         self.prefill_s = self.batch.seat(requests)
-        self.slots, self.model = self.batch.slots, engine.model
+        self.slots = self.batch.slots
+        self.model = engine.model
         self.first = _state(self.slots)
         step = partial(draft, engine.drafter(policy))
         self.drafting = look_up if policy.policy == "ngram" else step
-        self.dense, self.drafted = Clock(), Clock()
+        self.dense = Clock()
+        self.drafted = Clock()
         self.written: Written = [[] for _ in requests]
         self.diverged: set[int] = set()
 
@@ -88,10 +90,9 @@ class Pair:
         )
 
     def _dense(self, tokens: int, clock: Clock) -> Written:
-        view, self.slots.view = (
-            self.slots.view,
-            "own",
-        )  # a dense step does not feed the draft's cache
+        # a dense step does not feed the draft's cache
+        view = self.slots.view
+        self.slots.view = "own"
         written = self._segment(tokens, partial(draft, self.model), 0, clock)
         self.slots.view = view
         return written

@@ -53,7 +53,14 @@ class StubEngine:
         time.sleep(self.seconds)
         self.counters.rounds += 1
         told = f"{request.request_id} {draft.gamma if draft else 0}×{self.max_num_seqs} by {os.getpid()}"
-        return Result(request.request_id, [1], told, "stop", rounds=1, decode_s=self.seconds)
+        return Result(
+            request.request_id,
+            token_ids=[1],
+            text=told,
+            finish_reason="stop",
+            rounds=1,
+            decode_s=self.seconds,
+        )
 
     def resize(self, max_num_seqs: int) -> None:
         """As an engine does it."""
@@ -91,7 +98,7 @@ def decode_stub(
     """As `pipeline.video.frames.decode`: black frames after a while."""
     time.sleep(seconds)
     pixels = np.zeros((len(plan.times), plan.height, plan.width, 3), np.uint8)
-    return Frames(pixels, plan.times, plan.fps, 0, 0, "stub")
+    return Frames(pixels, pts=plan.times, fps=plan.fps, frames_lost=0, rotation=0, decoder="stub")
 
 
 def write_stub(path: Path, frames: int = 8) -> None:
@@ -111,14 +118,28 @@ def write_stub(path: Path, frames: int = 8) -> None:
 def planned(number: int, prompt: str = "?", video: str = "", frames: int = 4) -> Planned:
     """A request about a video of its own, unless it is named, of `frames` frames of 56 × 56."""
     uri = video or f"/stub/{number}.mp4"
-    info = VideoInfo(uri, 1, "1", "mp4", "h264", 1.0, 0.0, frames, True, 8.0, 56, 56, 0)
+    info = VideoInfo(
+        uri,
+        size_bytes=1,
+        version="1",
+        container="mp4",
+        codec="h264",
+        duration=1.0,
+        start=0.0,
+        frames=frames,
+        exact=True,
+        fps=8.0,
+        height=56,
+        width=56,
+        rotation=0,
+    )
     times = tuple(i / 8 for i in range(frames))
     return Planned(
         f"{number:032x}",
-        Item(uri, prompt),
-        info,
-        FramePlan(times, 56, 56, 8.0, 4 * frames),
-        4 * frames + 8,
+        item=Item(uri, prompt),
+        info=info,
+        plan=FramePlan(times, height=56, width=56, fps=8.0, tokens=4 * frames),
+        context=4 * frames + 8,
     )
 
 

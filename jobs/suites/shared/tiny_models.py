@@ -143,7 +143,8 @@ def _qwen3_vl(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
 
 
 def _llava_onevision(words: PreTrainedTokenizerFast) -> tuple[Any, Any]:
-    side, patches = 56, 16
+    side = 56
+    patches = 16
     vision = {
         "model_type": "siglip_vision_model",
         "hidden_size": 32,

@@ -41,7 +41,8 @@ def row_independent_products() -> Iterator[None]:
     """
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        left, right = _widened(a).data, _widened(b).data
+        left = _widened(a).data
+        right = _widened(b).data
         product = np.zeros_like(d.data)
         for k in range(left.shape[1]):
             product += left[:, k, None].astype(product.dtype) * right[None, k].astype(product.dtype)

@@ -15,7 +15,8 @@ def test_the_demo_model_finds_scenes_with_most_of_a_clip_and_not_with_its_end(
     tmp_path: Path,
 ) -> None:
     engine = engine_of("demo", tmp_path, 1)
-    most, end = Draft("std", keep=0.8, gamma=3), Draft("window", keep=0.02, gamma=3)
+    most = Draft("std", keep=0.8, gamma=3)
+    end = Draft("window", keep=0.02, gamma=3)
     found = retrieval.measured(engine, [most, end], 384)
     assert {r.asked for r in found.values()} == {retrieval.SUBJECTS * retrieval.ASKED}
     assert found[most].dense >= 29 and found[most].enough
@@ -41,6 +42,8 @@ def test_a_calibration_tries_the_drafts_that_may_stand_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(measure.GIGABYTES, "cpu", 0.02)
-    grid = measure.Grid([300], [1], measure.presets("std,ngram"), 3, 1, retrieval=True)
+    grid = measure.Grid(
+        [300], rows=[1], drafts=measure.presets("std,ngram"), tokens=3, pairs=1, retrieval=True
+    )
     std, ngram = measure.measure("llama", "cpu", "float32", grid, 1).drafts
     assert [r.context for r in std.retrieved] == [300] and not ngram.retrieved

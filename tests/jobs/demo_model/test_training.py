@@ -86,7 +86,9 @@ def test_a_conversation_sees_the_video_and_itself_alone(model, words) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("even", [False, True])
 def test_a_long_clip_is_said_as_the_models_own_forward_says_it(model, words, even: bool) -> None:
-    batch = batches.draw_long_batch(random.Random(5), words, 5, (2, 3), 300, 800, even)
+    batch = batches.draw_long_batch(
+        random.Random(5), words, 5, (2, 3), visual=300, tokens=800, even=even
+    )
     batch.noise = 0.0
     logits, target = say(model, batch)
     visual = batch.ids[0] == model.config.video_token_id
@@ -109,7 +111,9 @@ def test_a_long_clip_is_said_as_the_models_own_forward_says_it(model, words, eve
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 12), st.booleans())
 def test_a_long_clips_scenes_follow_one_another(words, seed: int, scenes: int, even: bool) -> None:
-    batch = batches.draw_long_batch(random.Random(seed), words, scenes, (2, 2), 200, 600, even)
+    batch = batches.draw_long_batch(
+        random.Random(seed), words, scenes, (2, 2), visual=200, tokens=600, even=even
+    )
     pace = len(batch.patches) // (len(batch.ids) * scenes)
     for clip, order in enumerate(batch.order):
         scene = (order - clip * scenes * pace) // pace
@@ -213,7 +217,7 @@ def test_what_the_probes_are_asked_is_true(model, words, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         world, "draw_scenes", lambda rng, count: stories.append(draw(rng, count)) or stories[-1]
     )
-    batch = batches.draw_long_batch(random.Random(8), words, 4, (2, 2), 200, 900)
+    batch = batches.draw_long_batch(random.Random(8), words, 4, (2, 2), visual=200, tokens=900)
     for clip, story in enumerate(stories):
         for moment, scene in enumerate(batch.scene[clip].tolist()):
             kind, colour = batch.looks[clip, moment].tolist()

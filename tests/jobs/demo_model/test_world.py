@@ -24,10 +24,8 @@ def test_neighbours_can_be_told_apart_and_every_word_is_the_worlds(count: int, s
 
 
 def test_a_clause_is_right_only_with_its_place_and_all_attributes() -> None:
-    a, b = (
-        world.Scene("small", "red", "ring", "moves up"),
-        world.Scene("large", "blue", "cross", "stays still"),
-    )
+    a = world.Scene("small", "red", "ring", "moves up")
+    b = world.Scene("large", "blue", "cross", "stays still")
     right = world.caption((a, b))
     assert world.right_clauses((a, b), right) == (2, 2)
     assert world.right_clauses((b, a), right) == (0, 2)
@@ -40,16 +38,17 @@ def test_a_clause_is_right_only_with_its_place_and_all_attributes() -> None:
 @pytest.mark.parametrize("kind", world.KINDS)
 def test_kinds_look_different(kind: str) -> None:
     def shape(of: str) -> torch.Tensor:
-        scene, one = [world.Scene("large", "white", of, "stays still")], torch.tensor([1])
+        scene = [world.Scene("large", "white", of, "stays still")]
+        one = torch.tensor([1])
         return (
             world.paint(
                 scene,
                 one,
                 torch.tensor([0.5]),
                 torch.tensor([[0.5, 0.5]]),
-                torch.zeros(1, 3),
-                84,
-                84,
+                background=torch.zeros(1, 3),
+                height=84,
+                width=84,
             )
             > 127
         )
@@ -73,7 +72,8 @@ def test_a_shape_stays_in_the_frame_and_moves_as_it_says(seed: int, size: tuple[
     )
     slate = round(size[0] * world.SLATE_HEIGHT)
     seen = frames[:, :, slate:].amax(1) > 8
-    centres, areas = [], []
+    centres = []
+    areas = []
     for image in seen:
         y, x = np.nonzero(image.numpy())
         areas.append(len(x))
@@ -104,7 +104,8 @@ def test_a_long_clips_scenes_are_the_short_ones_again_and_again() -> None:
                 [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
             ).astype(int)
 
-    once, often = shown(short), shown(long)
+    once = shown(short)
+    often = shown(long)
     assert len(often) == 5 * len(once) == 5 * 2 * world.SCENE_SECONDS * 2
     for scene in range(2):
         for turn in range(5):

@@ -72,7 +72,8 @@ def test_budgets_are_equal_and_fall_with_what_is_kept(rows: Rows) -> None:
 
 
 def test_cheaper_drafts_read_less(rows: Rows) -> None:
-    whole, skipped = rows["std", 1.0, 5], rows["layerskip", 1.0, 5]
+    whole = rows["std", 1.0, 5]
+    skipped = rows["layerskip", 1.0, 5]
     weights = {
         name: rows[name, 1.0, 5]["weight_bytes"] for name in ("int4", "int8", "teal", "layerskip")
     }

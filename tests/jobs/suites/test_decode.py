@@ -71,7 +71,8 @@ def test_questions_on_shared_videos_are_answered_alike(figures: dict) -> None:
 
 
 def test_a_ratio_is_of_pairs_and_its_bound_below_it() -> None:
-    over, under = [2.0, 4.0, 6.0, 9.0], [1.0, 2.0, 2.0, 3.0]
+    over = [2.0, 4.0, 6.0, 9.0]
+    under = [1.0, 2.0, 2.0, 3.0]
     middle, low = paired_timing.ratio(over, under)
     assert middle == statistics.median([2, 2, 3, 3]) and 2 <= low <= middle
 

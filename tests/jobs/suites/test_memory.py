@@ -44,7 +44,7 @@ def test_the_meter_counts_what_operations_take_inside() -> None:
 def test_slots_that_just_fit_a_device_do_fit_it() -> None:
     case = replace(CASES["draft_kv_text"], slots=3)
     memory = total(case.terms()) / MEMORY + 1
-    device = Device("toy", "cpu", 1e10, memory, 1e12)
+    device = Device("toy", kind="cpu", bandwidth=1e10, memory=memory, flops=1e12)
     profile = unmeasured(device, case.account(case.sizes), case.name, case.dtype)
     slots = slots_of(case.load, profile, Setting(64), case.draft)
     assert slots == 3

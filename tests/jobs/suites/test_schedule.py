@@ -16,7 +16,8 @@ from pipeline.plan.profile_file import write_profile
 from pipeline.records import Candidate, UsageError
 from std_core.types import Draft
 
-SMALL, LARGE = Draft("std", gamma=2), Draft("ngram", gamma=5)
+SMALL = Draft("std", gamma=2)
+LARGE = Draft("ngram", gamma=5)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,9 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = str(tmp_path_factory.mktemp("profile") / "profile.json")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(measure.GIGABYTES, "cpu", 0.02)
-        grid = measure.Grid([90, 180], [1, 2], measure.presets("std,ngram"), 3, 1, 2)
+        grid = measure.Grid(
+            [90, 180], rows=[1, 2], drafts=measure.presets("std,ngram"), tokens=3, pairs=1, texts=2
+        )
         write_profile(path, measure.measure("llama", "cpu", "float32", grid, 1))
     words = [
         "--model",
@@ -80,14 +83,16 @@ def cell(
 ) -> Cell:
     times = {None: timed(dense, 0.1), SMALL: timed(small, 0.1), LARGE: timed(large, 0.1)}
     ways = (Candidate(chosen, 1, seconds=predicted), Candidate(None, 1, seconds=dense / 10))
-    return Cell(context, 1, Answer(10), 10, times, ways, times[chosen])
+    return Cell(
+        context, rows=1, answer=Answer(10), count=10, times=times, ways=ways, plan=times[chosen]
+    )
 
 
 def test_known_figures_are_judged() -> None:
     cells = [
-        cell(1, 10.0, 20.0, 20.0, None, 1.0),
-        cell(2, 30.0, 10.0, 20.0, SMALL, 1.2),
-        cell(3, 30.0, 20.0, 10.0, SMALL, 2.0),
+        cell(1, 10.0, 20.0, 20.0, chosen=None, predicted=1.0),
+        cell(2, 30.0, 10.0, 20.0, chosen=SMALL, predicted=1.2),
+        cell(3, 30.0, 20.0, 10.0, chosen=SMALL, predicted=2.0),
     ]
     found = judged(cells, [None, SMALL, LARGE])
     assert found["oracle_winners"] == 3 and found["failed"] is None
@@ -109,7 +114,7 @@ def test_a_suite_whose_figures_are_no_answer_fails(
 
 
 def test_what_a_draft_costs_a_request_counts() -> None:
-    known = replace(cell(1, 10.0, 5.0, 20.0, SMALL, 1.0), plan=timed(5.0, 0.6))
+    known = replace(cell(1, 10.0, 5.0, 20.0, chosen=SMALL, predicted=1.0), plan=timed(5.0, 0.6))
     assert known.seconds(known.plan, 0) == 10.0 and known.speedup() == (1.0, 1.0)
     quick = replace(known, plan=timed(5.0, 0.05))  # noise: nothing that drafts comes sooner
     assert quick.seconds(quick.plan, 0) == 5.0

@@ -72,16 +72,26 @@ def test_rows_over_two_segments_are_their_definition(
     groups = Groups.of(under, prefixes, device)
     for prefix in (shared, None):
         want = attention.reference_rows(
-            query.cpu(), _cpu(own), before.cpu(), _cpu(prefix), groups.to("cpu"), dim**-0.5
+            query.cpu(),
+            _cpu(own),
+            before.cpu(),
+            _cpu(prefix),
+            groups=groups.to("cpu"),
+            scale=dim**-0.5,
         )  # type: ignore[arg-type]
         out, lse = triton_attention.attend_rows(
-            query, own, before, prefix, groups, dim**-0.5, fixed
+            query, own, before, prefix, groups=groups, scale=dim**-0.5, fixed=fixed
         )
         assert out.dtype == dtype and lse.dtype == torch.float32
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(out.cpu().double(), want, rtol=tolerance, atol=tolerance)
         expected = scores(
-            query.cpu(), _cpu(own), before.cpu(), _cpu(prefix), groups.to("cpu"), dim**-0.5
+            query.cpu(),
+            _cpu(own),
+            before.cpu(),
+            _cpu(prefix),
+            groups=groups.to("cpu"),
+            scale=dim**-0.5,
         )  # type: ignore[arg-type]
         torch.testing.assert_close(lse.cpu().double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -97,8 +107,11 @@ def test_the_real_models_shapes(device: str, width: int) -> None:
     rng = torch.Generator().manual_seed(width)
     query = random(device, rng, torch.bfloat16, 2, 7, width, 128)
     own, shared = (segment(device, rng, torch.bfloat16, n, 1, 320, 128) for n in (2, 1))
-    before, groups = torch.tensor([200, 3], device=device), Groups.of([0, 0], [290], device)
-    out, _ = triton_attention.attend_rows(query, own, before, shared, groups, 128**-0.5)
+    before = torch.tensor([200, 3], device=device)
+    groups = Groups.of([0, 0], [290], device)
+    out, _ = triton_attention.attend_rows(
+        query, own, before, shared, groups=groups, scale=128**-0.5
+    )
     cpu = query.cpu(), _cpu(own), before.cpu(), _cpu(shared), groups.to("cpu")
     want = attention.reference_rows(*cpu, 128**-0.5)  # type: ignore[arg-type]
     torch.testing.assert_close(out.cpu().double(), want, rtol=2e-2, atol=2e-2)
@@ -135,7 +148,7 @@ def test_fixed_splits_give_a_token_the_same_bits_in_any_batch(
         groups = Groups.of(under, [seen[row] for row in order], device, fixed=True)
         at = torch.tensor([before[row] for row in order], device=device)
         return triton_attention.attend_rows(
-            query[order], rows, at, store, groups, 0.25, fixed=True
+            query[order], rows, at, store, groups=groups, scale=0.25, fixed=True
         )[0]  # type: ignore[arg-type]
 
     one = attend([0, 1], [lengths[0], 0], [prefixes[0], 0], 0)[0, :, 3]
@@ -150,7 +163,7 @@ def test_blocks_log_sum_exp(device: str) -> None:
     own, shared = (segment(device, rng, torch.float32, 2, 2, 320, 16) for _ in range(2))
     groups = Groups.of([-1, 1], [40, 200], device)
     _, _, blocks = triton_attention.attend_blocks(
-        query, own, torch.tensor([5, 9], device=device), shared, groups, 0.3, 64
+        query, own, torch.tensor([5, 9], device=device), shared, groups=groups, scale=0.3, block=64
     )
     assert blocks.shape == (2, 4, 3, 5)
     assert (blocks[0] == float("-inf")).all() and (blocks[1, ..., 4:] == float("-inf")).all()
@@ -176,7 +189,7 @@ def test_nothing_is_read_behind_what_is_used(device: str) -> None:
         own,
         torch.tensor([0, 9], device=device),
         shared,
-        Groups.of([-1, 0], [7, 0], device),
-        0.3,
+        groups=Groups.of([-1, 0], [7, 0], device),
+        scale=0.3,
     )
     assert out.isfinite().all() and lse.isfinite().all()

@@ -101,10 +101,8 @@ def test_sparse_product(
 ) -> None:
     """In either layout of the weight."""
     rng = torch.Generator().manual_seed(seed)
-    x, weight = (
-        torch.randn(2, rows, size[1], generator=rng).to(dtype),
-        torch.randn(*size, generator=rng).to(dtype),
-    )
+    x = torch.randn(2, rows, size[1], generator=rng).to(dtype)
+    weight = torch.randn(*size, generator=rng).to(dtype)
     bias = torch.randn(size[0], generator=rng).to(dtype) if biased else None
     want = sparse_linear(
         x.double(), weight.double(), None if bias is None else bias.double(), threshold
@@ -158,7 +156,8 @@ def test_low_bit_product(
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_product_is_spread_over_its_input_channels(device: str, bits: int) -> None:
     """As many channels as real models have, few outputs: several partial sums."""
-    weight, x = torch.randn(16, 3584), torch.randn(8, 3584)
+    weight = torch.randn(16, 3584)
+    x = torch.randn(8, 3584)
     packed = triton_low_bit.pack(weight.to(device), bits)
     want = x @ unpacked(*levels_of(weight, bits), bits).T
     torch.testing.assert_close(

@@ -141,7 +141,9 @@ def test_a_video_whose_decoder_was_killed_is_decoded_again_but_not_for_ever(tmp_
 
 def endless_decode(uri: str, info: VideoInfo, plan: FramePlan, limits: Limits) -> Frames:
     time.sleep(600)
-    return Frames(np.empty((0, 0, 0, 3), np.uint8), (), 1.0, 0, 0, "none")
+    return Frames(
+        np.empty((0, 0, 0, 3), np.uint8), pts=(), fps=1.0, frames_lost=0, rotation=0, decoder="none"
+    )
 
 
 def test_a_stall_names_the_stage_and_what_it_waits_for() -> None:
@@ -165,7 +167,8 @@ def test_a_refused_row_ends_the_run_and_leaves_nothing_running() -> None:
     def refuse(answer: Answer) -> None:
         raise RequestError("storage_error", "/out: No space left on device")
 
-    waves, watch = Listed([planned(0)], 1), Seen([], 1)
+    waves = Listed([planned(0)], 1)
+    watch = Seen([], 1)
     with pytest.raises(RequestError, match="No space"):
         drive(Job(max_num_seqs=1), waves, 4096, refuse, watch, load=load_stub, decode=decode_stub)
 

@@ -112,12 +112,10 @@ class World:
         ranks: int = 1,
     ):
         self.ranks = ranks
-        self.rng, self.kills, self.faults, self.memory = (
-            random.Random(seed),
-            kills,
-            decode_faults,
-            memory,
-        )
+        self.rng = random.Random(seed)
+        self.kills = kills
+        self.faults = decode_faults
+        self.memory = memory
         self.now = 0.0
         self.ran: dict[str, Setup] = {}
         self.engines: list[Engine] = []
@@ -140,7 +138,9 @@ class World:
     def decode(self, info: VideoInfo, plan: FramePlan, node: str | None) -> tuple[Call, str]:
         if self._unlucky(f"decode {info.uri}"):
             return self._call(Gone("decode_crashed", "killed")), ""
-        return self._call(Frames(None, plan.times, 1.0, 0, 0, "none")), f"pixels of {info.uri}"  # type: ignore[arg-type]
+        return self._call(
+            Frames(None, pts=plan.times, fps=1.0, frames_lost=0, rotation=0, decoder="none")
+        ), f"pixels of {info.uri}"  # type: ignore[arg-type]
 
     def start(self, slots: int) -> tuple[Engine, list[Call]]:
         self.engines.append(Engine(slots, ran=self.ran))
@@ -176,9 +176,12 @@ class World:
         running = [engine for engine in self.engines if not engine.over and engine.seated]
         if running and self.kills and self.rng.random() < 0.02:
             self.kills -= 1
-            victim, gone = self.rng.choice(running), Gone("worker_killed", "killed from outside")
+            victim = self.rng.choice(running)
+            gone = Gone("worker_killed", "killed from outside")
             if victim.others:  # it then waits for its other rank
-                victim.over, victim.others[0].value, victim.others[0].left = True, gone, 0
+                victim.over = True
+                victim.others[0].value = gone
+                victim.others[0].left = 0
             else:
                 victim.end(gone)
         for engine in self.engines:
@@ -221,7 +224,8 @@ class Run:
     def __init__(
         self, world: World, requests: list[Planned], slots: int, lanes: int, bound: int = 1 << 40
     ):
-        self.requests, self.world = requests, world
+        self.requests = requests
+        self.world = world
         self.rows: list[Answer] = []
         self.flows: list[Flow] = []
         job = Job(max_num_seqs=slots, engine_timeout=TIMEOUT, stall_timeout=400.0)
@@ -230,7 +234,8 @@ class Run:
         for number, wave in enumerate(
             list(self.waves.waves)
         ):  # in setups of their own, neighbours at times alike
-            draft, count = drafts[number // 2 % 3], max(1, slots - number % 2)
+            draft = drafts[number // 2 % 3]
+            count = max(1, slots - number % 2)
             pace = Pace(((0,), (draft.gamma, number)), 0.5) if draft else None
             self.waves.waves[number] = Wave(
                 wave.requests, count, draft, (Candidate(draft, count, pace=pace),)
@@ -238,17 +243,17 @@ class Run:
         self.setups = {r.request_id: wave.setup for wave in self.waves.waves for r in wave.requests}
         places = [Lane(number, slots) for number in range(lanes)]
         intake = Intake(world, self.waves, places, bound)
-        handover = Handover(job, 4096, world, places, intake)
+        handover = Handover(job, max_model_len=4096, hands=world, lanes=places, intake=intake)
         self.fleet = Fleet(
             job,
-            self.waves,
-            self.rows.append,
-            lambda: None,
-            self.flows.append,
-            world,
-            places,
-            intake,
-            handover,
+            waves=self.waves,
+            emit=self.rows.append,
+            tick=lambda: None,
+            notice=self.flows.append,
+            hands=world,
+            lanes=places,
+            intake=intake,
+            handover=handover,
         )
 
     def go(self, stopped: list[int] | None = None) -> Run:
@@ -292,7 +297,8 @@ class Run:
 
 def archive(rng: random.Random, count: int, bad: dict[int, str]) -> list[Planned]:
     """Requests, several on a video, some of which do harm."""
-    video, requests = 0, []
+    video = 0
+    requests = []
     for number in range(count):
         video += rng.random() < 0.5
         requests.append(planned(number, bad.get(number, "?"), f"/v/{video}.mp4", 1 + video % 3))
@@ -309,7 +315,7 @@ def test_whatever_fails_every_request_comes_out_once_and_only_culprits_are_blame
     requests = archive(random.Random(seed), count, bad)
     world = World(seed, decode_faults=0.2)
     bound = data.draw(st.sampled_from([1, 10 * 56 * 56 * 3, 1 << 40]))
-    run = Run(world, requests, slots, lanes, bound)
+    run = Run(world, requests=requests, slots=slots, lanes=lanes, bound=bound)
     run.fleet.answered = 1  # else three culprits that come before all others would end the run
     run.go()
     codes = {"kill": "worker_killed", "hang": "engine_timeout"}
@@ -379,7 +385,8 @@ def test_a_lane_without_an_engine_leaves_its_work_to_the_others() -> None:
 
 
 def test_a_signal_lets_engines_finish_what_they_hold() -> None:
-    world, stopped = World(7), []
+    world = World(7)
+    stopped = []
     run = Run(world, archive(random.Random(7), 60, {}), 3, 1)
     notice = run.fleet.notice
     run.fleet.notice = lambda flow: (
@@ -408,7 +415,8 @@ def test_a_stall_names_what_waits() -> None:
 def test_a_driver_that_slept_does_not_take_its_engines_for_dead() -> None:
     world = World(11)
     run = Run(world, archive(random.Random(11), 30, {}), 2, 1)
-    emit, slept = run.fleet.emit, []
+    emit = run.fleet.emit
+    slept = []
 
     def sleep(answer: Answer) -> None:
         emit(answer)

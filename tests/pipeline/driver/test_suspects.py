@@ -18,8 +18,11 @@ def drive(
     """A driver with one engine, reduced to its decisions. `kills` sees who sits in the slots,
     `order` says which of them is answered next. Returns how often each request was answered,
     blamed, and in an engine that died."""
-    suspects, rest = Suspects(), deque(requests)
-    answered, blamed, died = Counter[str](), Counter[str](), Counter[str]()
+    suspects = Suspects()
+    rest = deque(requests)
+    answered = Counter[str]()
+    blamed = Counter[str]()
+    died = Counter[str]()
     while rest or suspects.waiting:
         trial = suspects.take()
         held: list[str] = list(trial.requests) if trial else []
@@ -61,11 +64,9 @@ def test_a_culprit_that_strikes_late_is_blamed_too(
     count: int, slots: int, data: st.DataObject
 ) -> None:
     """It sits in its slot for a while, so that its mates are gone when the engine dies."""
-    requests, seen, late = (
-        [str(i) for i in range(count)],
-        Counter[str](),
-        data.draw(st.integers(0, 12)),
-    )
+    requests = [str(i) for i in range(count)]
+    seen = Counter[str]()
+    late = data.draw(st.integers(0, 12))
     guilty = data.draw(st.sampled_from(requests))
 
     def kills(seated: list[str]) -> bool:
@@ -85,11 +86,9 @@ def test_a_culprit_that_strikes_late_is_blamed_too(
 def test_kills_from_outside_blame_nobody_whom_they_do_not_hit_twice_alone(
     count: int, slots: int, data: st.DataObject
 ) -> None:
-    requests, alone, left = (
-        [str(i) for i in range(count)],
-        Counter[str](),
-        data.draw(st.integers(0, 12)),
-    )
+    requests = [str(i) for i in range(count)]
+    alone = Counter[str]()
+    left = data.draw(st.integers(0, 12))
     strikes = iter(data.draw(st.lists(st.booleans(), min_size=200, max_size=200)))
 
     def kills(seated: list[str]) -> bool:
@@ -124,7 +123,10 @@ def test_every_suspect_runs_again_once_or_is_blamed(
 
 
 def test_the_way_down_to_one_culprit_among_sixteen() -> None:
-    suspects, sizes, held, trial = Suspects(), [], [str(i) for i in range(16)], None
+    suspects = Suspects()
+    sizes = []
+    held = [str(i) for i in range(16)]
+    trial = None
     while (culprit := suspects.died(held, trial)) is None:
         while "3" not in (trial := suspects.take()).requests:  # type: ignore[union-attr]
             pass  # these are answered

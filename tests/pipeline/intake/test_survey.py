@@ -67,7 +67,8 @@ def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPa
             planned = [one for one in every if not isinstance(one, Failed)]
             return surveyor.facts, ids(every), failures, planned, surveyor.closing
 
-    alone, apart = survey(Here(job, PROMPTS)), survey(Apart(job, PROMPTS))
+    alone = survey(Here(job, PROMPTS))
+    apart = survey(Apart(job, PROMPTS))
     assert apart == alone
     assert (
         len(alone[1]) == 6

@@ -93,7 +93,8 @@ def crash(output: Output, clock: Clock) -> None:
 
 def fail_records(patch: pytest.MonkeyPatch, after: int = 0) -> None:
     """Records cannot be written, but for the first few: a crash between a part and its record."""
-    put, left = storage.put_if_absent, itertools.count(after, -1)
+    put = storage.put_if_absent
+    left = itertools.count(after, -1)
 
     def failing(uri: str, data: bytes) -> bool:
         if "/_ledger/" in uri and next(left) <= 0:
@@ -328,8 +329,10 @@ def test_damaged_commits_count_as_absent(folder: str, clock: Clock, damage: str)
         for i in range(4):
             output.add(row(i))
     name = ledger.part_name([bytes.fromhex(hex_id(i)) for i in (0, 1)])
-    part, record = ledger.part_uri(folder, name), ledger.record_uri(folder, name)
-    data, text = storage.read_bytes(part), storage.read_bytes(record)
+    part = ledger.part_uri(folder, name)
+    record = ledger.record_uri(folder, name)
+    data = storage.read_bytes(part)
+    text = storage.read_bytes(record)
     if damage == "record is half":
         storage.put(record, text[: len(text) // 2])
     elif damage == "record has no rows":
@@ -510,7 +513,8 @@ def test_a_dead_drivers_lease_can_be_waited_for_and_nothing_is_touched(
     folder: str, clock: Clock
 ) -> None:
     """What opens the output then waits for nothing. One that is new is free."""
-    uri, start = storage.join(folder, "out"), clock.now
+    uri = storage.join(folder, "out")
+    start = clock.now
     await_output(uri, clock, clock.sleep)
     opened(uri, clock).stop()
     before = files(uri)
@@ -522,7 +526,8 @@ def test_a_dead_drivers_lease_can_be_waited_for_and_nothing_is_touched(
 
 
 def test_a_lease_is_renewed(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    renewed, put = threading.Event(), storage.put
+    renewed = threading.Event()
+    put = storage.put
     monkeypatch.setattr(ledger, "RENEW_S", 0.01)
 
     def seen(uri: str, data: bytes) -> None:
@@ -663,7 +668,8 @@ def test_whatever_happens_every_row_is_there_once(
     """Rows are added, committed, retried; drivers die between any two writes. The model: `kept` are
     the rows that were committed, each with the last status it was committed with; what was only
     added may be there or not."""
-    uri, clock = str(tmp_path_factory.mktemp("out") / "o"), Clock()
+    uri = str(tmp_path_factory.mktemp("out") / "o")
+    clock = Clock()
     output = opened(uri, clock, rows_per_part=rows_per_part)
     added: dict[int, str] = {}
 
@@ -683,7 +689,8 @@ def test_whatever_happens_every_row_is_there_once(
     for step, *arguments in steps:
         kept = committed()
         if step == "add":
-            i, status = arguments[0], "error" if arguments[1] else "success"
+            i = arguments[0]
+            status = "error" if arguments[1] else "success"
             if bytes.fromhex(hex_id(i)) not in output.done:
                 output.add(row(i, status))
                 added[i] = status
@@ -696,7 +703,8 @@ def test_whatever_happens_every_row_is_there_once(
             kept |= added
             assert committed() == kept
             assert plain(uri) == sorted(kept)
-            output, added = reopen(retry_failed=step == "retry"), {}
+            output = reopen(retry_failed=step == "retry")
+            added = {}
         else:
             with pytest.MonkeyPatch.context() as patch:
                 if step == "crash in commit":
@@ -712,7 +720,8 @@ def test_whatever_happens_every_row_is_there_once(
             now = committed()
             assert kept.items() - {(i, s) for i, s in kept.items() if i in added} <= now.items()
             assert set(now) <= set(kept) | set(added)
-            output, added = reopen(), {}
+            output = reopen()
+            added = {}
             assert committed() == now
             assert plain(uri) == sorted(now)
             assert {int.from_bytes(i, "big") for i in output.done} == set(now)

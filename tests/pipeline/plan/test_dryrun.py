@@ -21,19 +21,42 @@ from std_core.cost_model.device_specs import NAMED, published, unmeasured
 from std_core.types import Draft
 
 LLAMA = Account(
-    32, 4096, 14336, 32, 8, 128, 128256, parameters=9_030_000_000, tower=10**8, tower_width=1024
+    32,
+    hidden=4096,
+    intermediate=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocabulary=128256,
+    parameters=9_030_000_000,
+    tower=10**8,
+    tower_width=1024,
 )
 PROFILE = unmeasured(published("H100"), LLAMA, "m", "bfloat16")
 
 
 def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> Planned:
-    info = VideoInfo(f"v{video}", 1, "1", "mp4", "h264", 36.0, 0.0, 8, True, 8.0, 56, 56, 0)
+    info = VideoInfo(
+        f"v{video}",
+        size_bytes=1,
+        version="1",
+        container="mp4",
+        codec="h264",
+        duration=36.0,
+        start=0.0,
+        frames=8,
+        exact=True,
+        fps=8.0,
+        height=56,
+        width=56,
+        rotation=0,
+    )
     return Planned(
         str(number),
-        Item(info.uri, "Describe."),
-        info,
-        FramePlan((0.0,), 56, 56, 1.0, visual),
-        visual + text,
+        item=Item(info.uri, "Describe."),
+        info=info,
+        plan=FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=visual),
+        context=visual + text,
     )
 
 

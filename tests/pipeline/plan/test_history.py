@@ -13,26 +13,43 @@ from std_core.cost_model.profile import Accepted, Cost, Device, Profile, Tried
 from std_core.types import Draft, Result
 
 DRAFT = Draft("std", gamma=4)
-INFO = VideoInfo("v", 1, "1", "mp4", "h264", 1.0, 0.0, 8, True, 8.0, 56, 56, 0)
+INFO = VideoInfo(
+    "v",
+    size_bytes=1,
+    version="1",
+    container="mp4",
+    codec="h264",
+    duration=1.0,
+    start=0.0,
+    frames=8,
+    exact=True,
+    fps=8.0,
+    height=56,
+    width=56,
+    rotation=0,
+)
 
 
 def wave(draft: Draft | None, *prompts: str) -> Wave:
-    plan = FramePlan((0.0,), 56, 56, 1.0, 900)
+    plan = FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=900)
     requests = [
-        Planned(str(i), Item("v", prompt), INFO, plan, 1000) for i, prompt in enumerate(prompts)
+        Planned(str(i), item=Item("v", prompt), info=INFO, plan=plan, context=1000)
+        for i, prompt in enumerate(prompts)
     ]
     return Wave(tuple(requests), 8, draft, (Candidate(draft, 8, round_s=0.1),))
 
 
 def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Result:
     """Of a row with so many rounds in which i of len(counts) - 1 tokens were accepted."""
-    accepted, rounds = sum(i * n for i, n in enumerate(counts)), sum(counts)
-    tokens, drafted = [7] * (accepted + rounds + 1), (len(counts) - 1) * rounds
+    accepted = sum(i * n for i, n in enumerate(counts))
+    rounds = sum(counts)
+    tokens = [7] * (accepted + rounds + 1)
+    drafted = (len(counts) - 1) * rounds
     return Result(
         str(number),
-        tokens,
-        "",
-        "stop",
+        token_ids=tokens,
+        text="",
+        finish_reason="stop",
         rounds=rounds,
         drafted=drafted,
         accepted=accepted,
@@ -86,7 +103,9 @@ def test_waves_are_remembered_by_their_median() -> None:
 def test_too_few_rounds_and_errors_say_nothing() -> None:
     few = History().observed(wave(DRAFT, "Describe."), [result(0, (ROUNDS - 1, 0, 0, 0, 0))])
     assert few.chances(DRAFT, "caption") is None and few.speed(DRAFT) == 1
-    failed = Result("0", [], "", "error", error=RequestError("nan_logits", "x"))
+    failed = Result(
+        "0", token_ids=[], text="", finish_reason="error", error=RequestError("nan_logits", "x")
+    )
     assert History().observed(wave(DRAFT, "Describe."), [failed]) == History()
 
 
@@ -97,13 +116,24 @@ def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
     for rounds, drafted in ((10, 40), (10, 0), (10, 17), (3, 30)):
         took = 2 * (rounds * 0.02 + drafted * 0.005)
         seen = History().observed(
-            some, [Result("0", [7], "", "stop", rounds=rounds, drafted=drafted, decode_s=took)]
+            some,
+            [
+                Result(
+                    "0",
+                    token_ids=[7],
+                    text="",
+                    finish_reason="stop",
+                    rounds=rounds,
+                    drafted=drafted,
+                    decode_s=took,
+                )
+            ],
         )
         assert seen.speed(DRAFT) == pytest.approx(2)
 
 
 def test_dense_rounds_of_a_wave_that_drafts_say_nothing_of_its_acceptance() -> None:
-    dense = Result("0", [7] * 40, "", "stop", rounds=40, decode_s=1.0)
+    dense = Result("0", token_ids=[7] * 40, text="", finish_reason="stop", rounds=40, decode_s=1.0)
     seen = History().observed(wave(DRAFT, "Describe."), [dense])
     assert seen.chances(DRAFT, "caption") is None and seen.length("caption") == 40
     some = replace(
@@ -118,20 +148,43 @@ def test_kinds_are_told_apart_in_one_wave() -> None:
     history = History().observed(
         wave(DRAFT, "Describe.", "Why?"), [result(0, (5, 0, 0, 0, 0)), result(1, (0, 0, 0, 0, 5))]
     )
-    low, high = history.chances(DRAFT, "caption"), history.chances(DRAFT, "question")
+    low = history.chances(DRAFT, "caption")
+    high = history.chances(DRAFT, "question")
     assert low is not None and high is not None and low.at(0) < 0.2 < 0.9 < high.at(0)
 
 
 def test_what_was_seen_changes_the_choice() -> None:
-    account = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=8_030_000_000)
+    account = Account(
+        32,
+        hidden=4096,
+        intermediate=14336,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocabulary=128256,
+        parameters=8_030_000_000,
+    )
     tried = Tried(DRAFT, Cost(), (0.0, 0.0), (Accepted(1000, "caption", (95,), (5,)),))
-    device = Device("A100", "cuda", 2e12, 80e9, 312e12)
-    profile = Profile(device, "m", "bfloat16", account, Cost(), (0.0, 0.0, 0.0), 0.0, (tried,))
+    device = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
+    profile = Profile(
+        device,
+        model="m",
+        dtype="bfloat16",
+        account=account,
+        full=Cost(),
+        prefill=(0.0, 0.0, 0.0),
+        vision=0.0,
+        drafts=(tried,),
+    )
     setting = Setting()
-    plan = FramePlan((0.0,), 56, 56, 1.0, 60_000)
+    plan = FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=60_000)
     infos = [replace(INFO, uri=str(i)) for i in range(8)]
     some = Mix.of(
-        [Planned(i.uri, Item(i.uri, "Describe."), i, plan, 60_000) for i in infos], setting
+        [
+            Planned(i.uri, item=Item(i.uri, "Describe."), info=i, plan=plan, context=60_000)
+            for i in infos
+        ],
+        setting,
     )
     before = choose(some, profile, History(), setting, 0)[0]
     assert before.draft is not None and before.draft.gamma > 3

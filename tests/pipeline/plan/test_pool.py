@@ -27,22 +27,54 @@ from std_core.cost_model.account import Account
 from std_core.cost_model.profile import Accepted, Cost, Device, Profile, Tried
 from std_core.types import Draft, Result
 
-LLAMA = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=8_030_000_000)
-GPU = Device("A100", "cuda", 2e12, 80e9, 312e12)
+LLAMA = Account(
+    32,
+    hidden=4096,
+    intermediate=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocabulary=128256,
+    parameters=8_030_000_000,
+)
+GPU = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
 FLAT = Cost(1.0, 1e-3)
 GOOD = Tried(
     Draft("std", weights="int4"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (90,), (10,)),)
 )
 POOR = Tried(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (60,), (40,)),))
-PROFILE = Profile(GPU, "m", "bfloat16", LLAMA, FLAT, (0.0, 1e-4, 0.0), 1e-5, (GOOD, POOR))
+PROFILE = Profile(
+    GPU,
+    model="m",
+    dtype="bfloat16",
+    account=LLAMA,
+    full=FLAT,
+    prefill=(0.0, 1e-4, 0.0),
+    vision=1e-5,
+    drafts=(GOOD, POOR),
+)
 HUGE = 10_000_000  # tokens that no device holds
 
 
 def request(number: int, context: int = 4000, video: int | None = None, frames: int = 1) -> Planned:
     uri = f"v{number if video is None else video}.mp4"
-    info = VideoInfo(uri, 1, "1", "mp4", "h264", 1.0, 0.0, 8, True, 8.0, 56, 56, 0)
-    plan = FramePlan(tuple(map(float, range(frames))), 56, 56, 1.0, context)
-    return Planned(str(number), Item(uri, "Describe."), info, plan, context)
+    info = VideoInfo(
+        uri,
+        size_bytes=1,
+        version="1",
+        container="mp4",
+        codec="h264",
+        duration=1.0,
+        start=0.0,
+        frames=8,
+        exact=True,
+        fps=8.0,
+        height=56,
+        width=56,
+        rotation=0,
+    )
+    plan = FramePlan(tuple(map(float, range(frames))), height=56, width=56, fps=1.0, tokens=context)
+    return Planned(str(number), item=Item(uri, "Describe."), info=info, plan=plan, context=context)
 
 
 def failure(number: int) -> Failed:
@@ -73,12 +105,18 @@ class Seen:
     """A pool, and what it handed on."""
 
     def __init__(self, made: Made, setting: Setting | None = None):
-        self.made, self.failed, self.waves = made, [], []
+        self.made = made
+        self.failed = []
+        self.waves = []
         self.failed: list[Failed] = []
         self.waves: list[Wave] = []
         profile_on: Any = lambda device: replace(PROFILE, device=device)
         self.pool = Pool(
-            made, self.failed.append, self.waves.append, profile_on, setting or Setting(4)
+            made,
+            failed=self.failed.append,
+            handed=self.waves.append,
+            profile_on=profile_on,
+            setting=setting or Setting(4),
         )  # type: ignore[arg-type]
         self.pool.begin(GPU, 2)
 
@@ -186,7 +224,10 @@ def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
         "accept_counts": (40, 0),
         "refuse_counts": (40, 0),
     }
-    results = [Result(r.request_id, [1] * 40, "", "length", **refused) for r in first.requests]
+    results = [
+        Result(r.request_id, token_ids=[1] * 40, text="", finish_reason="length", **refused)
+        for r in first.requests
+    ]
     for _ in range(3):
         seen.pool.through(first, results)
     second = seen.pool.take(hungry=True)

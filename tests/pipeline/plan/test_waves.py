@@ -19,22 +19,58 @@ from std_core.cost_model.memory import Load, terms, total
 from std_core.cost_model.profile import Accepted, Cost, Device, Profile, Tried
 from std_core.types import Draft
 
-LLAMA = Account(32, 4096, 14336, 32, 8, 128, 128256, parameters=8_030_000_000)
-A100 = Device("A100", "cuda", 2e12, 80e9, 312e12)
+LLAMA = Account(
+    32,
+    hidden=4096,
+    intermediate=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocabulary=128256,
+    parameters=8_030_000_000,
+)
+A100 = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
 FLAT = Cost(1.0, 1e-3)
 GOOD = (Accepted(4096, "caption", (90,), (10,)),)
 STD = Tried(Draft("std"), FLAT, (0.0, 0.0), GOOD)
 INT4 = Tried(Draft("std", weights="int4"), FLAT, (0.0, 0.0), GOOD)
 BAD = Tried(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (1,), (99,)),))
-PROFILE = Profile(A100, "m", "bfloat16", LLAMA, FLAT, (0.0, 1e-4, 0.0), 1e-5, (STD, INT4, BAD))
+PROFILE = Profile(
+    A100,
+    model="m",
+    dtype="bfloat16",
+    account=LLAMA,
+    full=FLAT,
+    prefill=(0.0, 1e-4, 0.0),
+    vision=1e-5,
+    drafts=(STD, INT4, BAD),
+)
 
 
 def request(number: int, video: int, context: int, visual: int | None = None) -> Planned:
     uri = f"v{video}.mp4"
-    info = VideoInfo(uri, 1, "1", "mp4", "h264", 1.0, 0.0, 8, True, 8.0, 56, 56, 0)
+    info = VideoInfo(
+        uri,
+        size_bytes=1,
+        version="1",
+        container="mp4",
+        codec="h264",
+        duration=1.0,
+        start=0.0,
+        frames=8,
+        exact=True,
+        fps=8.0,
+        height=56,
+        width=56,
+        rotation=0,
+    )
     tokens = context if visual is None else visual
     return Planned(
-        str(number), Item(uri, "Describe."), info, FramePlan((0.0,), 56, 56, 1.0, tokens), context
+        str(number),
+        item=Item(uri, "Describe."),
+        info=info,
+        plan=FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=tokens),
+        context=context,
     )
 
 
@@ -122,7 +158,8 @@ def test_over_any_calls_every_request_is_in_one_wave(
     setting = Setting(slots, engines=engines)
     pool: list[Planned] = []
     seen: Counter[str] = Counter()
-    history, whole = History(), 0
+    history = History()
+    whole = 0
     for part, (new, idle) in enumerate([*arriving, *[((), 10)] * 999]):
         pool += [replace(r, request_id=f"{part}/{r.request_id}") for r in new]
         whole += len(new)
@@ -308,7 +345,8 @@ def test_the_choice_flips_at_the_latency_crossing(
     bandwidth: float,
 ) -> None:
     """n_lat = n*_B − (c_P − c_KV)/s (Crossover §4.3), for drafts of equal acceptance."""
-    sparse, kept = Draft("full", channels=0.3), Draft("std", keep=keep)
+    sparse = Draft("full", channels=0.3)
+    kept = Draft("std", keep=keep)
     profile = replace(
         PROFILE,
         device=replace(A100, bandwidth=bandwidth, memory=1e15),
@@ -358,8 +396,22 @@ def test_strict_bounds_gamma_and_widens_every_step() -> None:
 
 def test_a_single_row_shares_its_prefix_with_nobody() -> None:
     """Whatever number of questions on the video wait for their turn."""
-    alone = Mix(1, 1000.0, 900.0, 1, Load(1000, 900, 64), (("caption", 1),))
-    one_of_ten = Mix(10, 1000.0, 900.0, 1, Load(1000, 900, 64), (("caption", 10),))
+    alone = Mix(
+        1,
+        context=1000.0,
+        visual=900.0,
+        videos=1,
+        longest=Load(1000, 900, 64),
+        kinds=(("caption", 1),),
+    )
+    one_of_ten = Mix(
+        10,
+        context=1000.0,
+        visual=900.0,
+        videos=1,
+        longest=Load(1000, 900, 64),
+        kinds=(("caption", 10),),
+    )
     reads = [Steps(PROFILE, found, 1, 0.0).round(None)[1] for found in (alone, one_of_ten)]
     assert reads[0] == reads[1] == LLAMA.step_bytes([1000])
 
@@ -368,11 +420,13 @@ def test_a_single_row_shares_its_prefix_with_nobody() -> None:
 
 
 def test_noise_takes_time_for_every_token_that_is_drawn() -> None:
-    profile, some = replace(PROFILE, noise=1e-3), mix([4000] * 8, Setting())
+    profile = replace(PROFILE, noise=1e-3)
+    some = mix([4000] * 8, Setting())
     lookup = Tried(Draft("ngram", gamma=5), FLAT, (0.0, 0.0), GOOD)
     for tried, tokens in ((None, 1), (replace(STD, draft=Draft("std", gamma=5)), 11), (lookup, 6)):
         greedy, drawn = (
-            Steps(profile, some, 8, 0.0, drawn).round(tried)[0] for drawn in (False, True)
+            Steps(profile, mix=some, rows=8, grown=0.0, drawn=drawn).round(tried)[0]
+            for drawn in (False, True)
         )
         assert drawn - greedy == pytest.approx(8 * tokens * 1e-3)
 
@@ -448,7 +502,8 @@ def test_no_pace_has_a_slower_gamma_than_another(
 
 
 def test_a_pace_drafts_more_where_more_is_accepted_and_less_where_rows_share_the_weights() -> None:
-    setting, int4 = Setting(), replace(INT4, draft=Draft("full", weights="int4"))
+    setting = Setting()
+    int4 = replace(INT4, draft=Draft("full", weights="int4"))
     cheap = paced(mix([20_000], setting), replace(PROFILE, drafts=(int4,)), setting)
     assert (
         cheap.pace is not None
@@ -465,7 +520,8 @@ def test_a_pace_drafts_more_where_more_is_accepted_and_less_where_rows_share_the
 
 def test_a_pace_has_what_the_slots_have_room_for() -> None:
     """More drafted tokens take more memory; there are never fewer slots for it."""
-    setting, load = Setting(64), Load(20_100, 20_000, 256, draws="greedy")
+    setting = Setting(64)
+    load = Load(20_100, 20_000, 256, draws="greedy")
     pool = [request(i, i, load.context, load.visual) for i in range(64)]
 
     def planned(memory: float) -> Wave:
@@ -498,7 +554,13 @@ def test_a_named_draft_keeps_its_gamma_and_one_that_is_explored_its_gate_open() 
 
 def test_a_second_model_drafts_in_every_round() -> None:
     small = replace(LLAMA, layers=2, parameters=10**9)
-    pair = Tried(Draft("specvlm", model="small"), Cost(1.0, 1e-4), (0.0, 0.0), GOOD, small)
+    pair = Tried(
+        Draft("specvlm", model="small"),
+        cost=Cost(1.0, 1e-4),
+        once=(0.0, 0.0),
+        acceptance=GOOD,
+        pair=small,
+    )
     setting = Setting()
     chosen = paced(mix([60_000] * 8, setting), replace(PROFILE, drafts=(pair,)), setting)
     assert chosen.pace is not None and chosen.pace.least == 1

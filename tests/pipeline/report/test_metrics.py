@@ -59,7 +59,8 @@ def scrape(page: str) -> dict[tuple[str, ...], float]:
 
 
 def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) -> None:
-    videos, output = tmp_path / "videos", tmp_path / "out"
+    videos = tmp_path / "videos"
+    output = tmp_path / "out"
     videos.mkdir()
     for seed in range(3):
         (videos / f"{seed}.mp4").write_bytes(world.write_clip(seed, 1)[1])
@@ -83,7 +84,8 @@ def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     summary, page, loaded = json.loads(done.stdout.splitlines()[-1])
     assert loaded == []  # a driver needs neither
-    seen, rows = scrape(page), read(str(output)).to_pylist()
+    seen = scrape(page)
+    rows = read(str(output)).to_pylist()
     good = [row for row in rows if row["status"] != "error"]
     assert seen[("requests_done_total",)] == len(good) == 3
     assert (
@@ -109,7 +111,8 @@ class Instrument:
     """Keeps what it is told, and is as strict as Ray's."""
 
     def __init__(self, name: str, text: str, tags: Any = ()):
-        self.name, self.values = name, Counter[tuple[str, ...]]()
+        self.name = name
+        self.values = Counter[tuple[str, ...]]()
 
     def inc(self, value: float, tags: dict[str, str]) -> None:
         assert value > 0
@@ -131,7 +134,8 @@ def test_counters_follow_sums_from_before_they_were_made() -> None:
     tally = Tally(failed=Counter({"not_found": 2}))
     metrics = Metrics(SimpleNamespace(Counter=make, Gauge=make, Histogram=make))
     metrics.publish(tally, Flow(nbytes=7), written=0)
-    tally.done, tally.tokens = 1, 30
+    tally.done = 1
+    tally.tokens = 30
     tally.failed["not_found"] += 1
     tally.seconds["decode"] += 0.5
     metrics.publish(tally, Flow(decoding=3, deaths=1), written=4)

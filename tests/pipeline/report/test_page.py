@@ -105,12 +105,10 @@ class Page(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
-        self.tags, self.attributes, self.words, self.open = (
-            Counter[str](),
-            list[tuple[str, str, str]](),
-            [""],
-            [""],
-        )
+        self.tags = Counter[str]()
+        self.attributes = list[tuple[str, str, str]]()
+        self.words = [""]
+        self.open = [""]
         self.feed(text)
         self.close()
 
@@ -245,7 +243,8 @@ def test_no_word_becomes_markup(words: list[str]) -> None:
         ]
         return Page("".join(table for _, _, table in tables(facts_of(rows))))
 
-    seen, plain = shown(*words), shown("uri", "prompt", "text", "code", "message")
+    seen = shown(*words)
+    plain = shown("uri", "prompt", "text", "code", message="message")
     assert seen.tags == plain.tags
     assert Counter(a[:2] for a in seen.attributes) == Counter(a[:2] for a in plain.attributes)
     said = "".join("\ufffd" if not (c.isprintable() or c in "\n\t") else c for c in words[2])
@@ -349,13 +348,15 @@ def test_engines_are_never_more_than_busy_and_no_work_is_lost(
     rows: list[tuple[float, float, float]], engines: int
 ) -> None:
     """Provided that there was time for it before each row."""
-    table, spent = [], 0.0
+    table = []
+    spent = 0.0
     for number, (pause, prefill, decode) in enumerate(rows):
         spent += pause + prefill + decode
         when = datetime.fromtimestamp(BEGAN + spent, timezone.utc)
         table.append(row(number, created_at=when, vision_s=0.0, prefill_s=prefill, decode_s=decode))
     facts = facts_of(table, [run_of(spent + 1, about={"engines": engines})])
-    share, borders = data.busy(facts), data.edges(facts)
+    share = data.busy(facts)
+    borders = data.edges(facts)
     assert share.shape == (3, len(borders) - 1)
     assert (share >= 0).all() and (share.sum(0) <= 1 + 1e-9).all()
     done = (share * np.diff(borders)).sum(1) * engines

@@ -22,12 +22,26 @@ from pipeline.report.tally import (
     Tally,
 )
 
-INFO = VideoInfo("v.mp4", 1, "1", "mp4", "h264", 1.0, 0.0, 8, True, 8.0, 64, 64, 0)
-PLAN = FramePlan((0.0,), 64, 64, 1.0, 16)
+INFO = VideoInfo(
+    "v.mp4",
+    size_bytes=1,
+    version="1",
+    container="mp4",
+    codec="h264",
+    duration=1.0,
+    start=0.0,
+    frames=8,
+    exact=True,
+    fps=8.0,
+    height=64,
+    width=64,
+    rotation=0,
+)
+PLAN = FramePlan((0.0,), height=64, width=64, fps=1.0, tokens=16)
 
 
 def planned(name: str, context: int = 100) -> Planned:
-    return Planned(name, Item("v.mp4", "what?"), INFO, PLAN, context)
+    return Planned(name, item=Item("v.mp4", "what?"), info=INFO, plan=PLAN, context=context)
 
 
 def row(name: str, **values: Any) -> dict[str, Any]:
@@ -80,7 +94,13 @@ def log() -> io.StringIO:
 
 @pytest.fixture
 def watch(tmp_path: Path, clock: Clock, log: io.StringIO) -> Iterator[Watch]:
-    with Watch(str(tmp_path), {"model": "demo"}, lambda: 0, Console(file=log), clock) as made:
+    with Watch(
+        str(tmp_path),
+        about={"model": "demo"},
+        written=lambda: 0,
+        console=Console(file=log),
+        clock=clock,
+    ) as made:
         yield made
 
 
@@ -142,7 +162,7 @@ def test_a_long_reading_of_the_input_is_told(watch: Watch, clock: Clock, log: io
 def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160)
-    with Watch(str(tmp_path), {}, lambda: 0, console, clock) as watch:
+    with Watch(str(tmp_path), about={}, written=lambda: 0, console=console, clock=clock) as watch:
         watch.counting(Batches("ab")).take()
         for name in "ab":
             watch.row(row(name))
@@ -155,7 +175,9 @@ def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
 
 def test_a_run_leaves_its_record_however_it_ends(tmp_path: Path, clock: Clock) -> None:
     def stopped() -> None:
-        with Watch(str(tmp_path), {"model": "m"}, lambda: 0, _quiet(), clock) as watch:
+        with Watch(
+            str(tmp_path), about={"model": "m"}, written=lambda: 0, console=_quiet(), clock=clock
+        ) as watch:
             waves = [Wave((planned("a", 50), planned("b", 90)), 8), Wave((planned("c", 40),), 8)]
             for wave in waves:
                 watch.handed_out(wave)
@@ -187,7 +209,8 @@ def test_no_record_where_nothing_was_done_or_storage_is_what_failed(tmp_path: Pa
 
 
 def test_a_record_stays_small_and_its_sums_right(tmp_path: Path) -> None:
-    log, tally = RunLog(str(tmp_path), {}), Tally()
+    log = RunLog(str(tmp_path), {})
+    tally = Tally()
     for number_ in range(5000):
         log.handed_out(Wave((planned(f"{number_}", 1 + number_),), 8), float(number_))
         log.answered(row(f"{number_}"), number_ + 0.5)

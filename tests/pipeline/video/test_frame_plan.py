@@ -23,17 +23,17 @@ SMALL = Geometry(min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
 def video(frames: int = 300, fps: float = 30.0, height: int = 240, width: int = 320) -> VideoInfo:
     return VideoInfo(
         "x.mp4",
-        1,
-        "1",
-        "mp4",
-        "h264",
-        frames / fps,
-        0.0,
-        frames,
-        True,
-        fps,
-        height,
-        width,
+        size_bytes=1,
+        version="1",
+        container="mp4",
+        codec="h264",
+        duration=frames / fps,
+        start=0.0,
+        frames=frames,
+        exact=True,
+        fps=fps,
+        height=height,
+        width=width,
         rotation=0,
     )
 
@@ -119,11 +119,20 @@ def test_properties(
     if end is not None and end <= (start or 0):
         end = (start or 0) + end
     options = FrameOptions(
-        fps, nframes, min(bounds), max(bounds), min(pixels), max(pixels), total, start, end
+        fps,
+        nframes=nframes,
+        min_frames=min(bounds),
+        max_frames=max(bounds),
+        min_pixels=min(pixels),
+        max_pixels=max(pixels),
+        total_pixels=total,
+        video_start=start,
+        video_end=end,
     )
     geometry = Geometry(temporal_patch_size=patch)
     info = video(frames, video_fps, *sides)
-    first, last = math.ceil((start or 0) * video_fps - 1e-6), frames - 1
+    first = math.ceil((start or 0) * video_fps - 1e-6)
+    last = frames - 1
     last = last if end is None else min(last, math.floor(end * video_fps + 1e-6))
     if max(sides) > 200 * min(sides):
         return
@@ -216,7 +225,14 @@ def test_a_budget_of_all_frames_is_shared_as_qwen3s_processor_shares_it(
 
 @pytest.mark.parametrize("sides", [(240, 320), (30, 700), (384, 384)])
 def test_a_model_of_one_frame_size_gets_that(sides: tuple[int, int]) -> None:
-    geometry = Geometry(14, 1, 1, frame=(384, 384), frame_tokens=196, closing_tokens=1)
+    geometry = Geometry(
+        14,
+        temporal_patch_size=1,
+        merge_size=1,
+        frame=(384, 384),
+        frame_tokens=196,
+        closing_tokens=1,
+    )
     plan = plan_frames(video(60, 10, *sides), FrameOptions(nframes=7, max_pixels=56 * 56), geometry)
     assert (plan.height, plan.width) == (384, 384)
     assert plan.tokens == 7 * 196 + 1

@@ -31,7 +31,9 @@ from pipeline.video.probe import probe
 from pipeline.video.sandbox import Outcome, Worker, close_workers, give_worker, take_worker
 from std_core.types import Geometry
 
-RATE, HEIGHT, WIDTH = 24, 96, 128
+RATE = 24
+HEIGHT = 96
+WIDTH = 128
 SMALL = Geometry(min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
 DECORD = {"decord": "pipeline.video.decoders:with_decord"}
 PYAV = {"pyav": "pipeline.video.decoders:with_pyav"}
@@ -85,7 +87,8 @@ def write(
             frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24").reformat(
                 format=pix_fmt
             )
-            frame.pts, frame.time_base = when(number), Fraction(1, RATE)
+            frame.pts = when(number)
+            frame.time_base = Fraction(1, RATE)
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
     return path
@@ -570,7 +573,8 @@ def test_from_object_storage(
 
     large = large_clip(tmp_path / "l.mp4")  # its index lies at the end
     uri = bucket("large.mp4", large.read_bytes())
-    few, many = FrameOptions(nframes=4), FrameOptions(fps=8)
+    few = FrameOptions(nframes=4)
+    many = FrameOptions(fps=8)
     for options, decoder in (
         (few, "pyav"),
         (many, "decord"),

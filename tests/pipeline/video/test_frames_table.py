@@ -22,7 +22,8 @@ from pipeline.video.probe import probe
 from pipeline.video.sandbox import close_workers
 from std_core.types import Geometry
 
-RATE, COUNT = 24, 36
+RATE = 24
+COUNT = 36
 GEOMETRY = Geometry(min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
 EVENLY = (0, 12, 23, 35)  # 4 frames of 36
 TOKENS = 30  # of 4 frames of 96×128, seen as 84×140
@@ -96,7 +97,8 @@ def clip(
                 frame = av.VideoFrame.from_ndarray(
                     numbered(number, *size), format="rgb24"
                 ).reformat(format=pix_fmt)
-                frame.pts, frame.time_base = when(number), Fraction(1, RATE)
+                frame.pts = when(number)
+                frame.time_base = Fraction(1, RATE)
                 out.mux(stream.encode(frame))
             out.mux(stream.encode())
         data = path.read_bytes()
@@ -113,7 +115,8 @@ def sound(codec: str, container: str) -> Callable[[Path], None]:
                 samples = np.zeros((1, 1024), np.float32 if codec == "aac" else np.int16)
                 kind = "fltp" if codec == "aac" else "s16"
                 frame = av.AudioFrame.from_ndarray(samples, format=kind, layout="mono")
-                frame.sample_rate, frame.pts = 16000, k * 1024
+                frame.sample_rate = 16000
+                frame.pts = k * 1024
                 out.mux(stream.encode(frame))
             out.mux(stream.encode())
 

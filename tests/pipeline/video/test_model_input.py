@@ -23,7 +23,8 @@ from std_core.model.checkpoint import Checkpoint
 from std_core.types import Request
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision")
-RATE, COUNT = 24, 96
+RATE = 24
+COUNT = 96
 PROMPT = "Describe this video."
 OPTIONS = [
     FrameOptions(),
@@ -62,10 +63,13 @@ def clip(
     path = tmp_path_factory.mktemp("clip") / "v.mp4"
     with av.open(str(path), "w") as out:
         stream = out.add_stream("libx264", rate=RATE, options={"g": "24"})
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        stream.height = height
+        stream.width = width
+        stream.pix_fmt = "yuv420p"
         for number, image in enumerate(footage(height, width)):
             frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuv420p")
-            frame.pts, frame.time_base = number, Fraction(1, RATE)
+            frame.pts = number
+            frame.time_base = Fraction(1, RATE)
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
     with av.open(str(path)) as container:
@@ -106,7 +110,13 @@ def test_tokens_and_pixels_are_those_of_the_familys_processor(
         plan = plan_frames(info, options, checkpoint.geometry)
         frames = decode(path, info, plan)
         ours = checkpoint.inputs(
-            Request("r", PROMPT, torch.from_numpy(frames.pixels), fps=frames.fps, times=frames.pts)
+            Request(
+                "r",
+                prompt=PROMPT,
+                frames=torch.from_numpy(frames.pixels),
+                fps=frames.fps,
+                times=frames.pts,
+            )
         )
         numbers = [round(time * RATE) for time in plan.times]
         span = round(len(numbers) * RATE / plan.fps)  # frames of the chosen part
@@ -136,7 +146,8 @@ def test_the_cap_of_qwen_vl_utils_is_on_unless_the_checkpoint_says_no(
     """Nine tenths of so many tokens' pixels, an even share for each frame; a small number, so that
     it binds here."""
     checkpoint = Checkpoint.load(str(families(name)))
-    video, factor = checkpoint.processor.video_processor, checkpoint.geometry.factor
+    video = checkpoint.processor.video_processor
+    factor = checkpoint.geometry.factor
     assert checkpoint.geometry.total_pixels is None  # this one's configuration says so
     video.cap_pixels_per_frame = None
     assert checkpoint.family.geometry(checkpoint.processor).total_pixels == int(
@@ -144,9 +155,24 @@ def test_the_cap_of_qwen_vl_utils_is_on_unless_the_checkpoint_says_no(
     )
     video.size = {"shortest_edge": 4 * factor**2, "longest_edge": 768 * factor**2}
     video.max_video_tokens = 300
-    geometry, seen = checkpoint.family.geometry(checkpoint.processor), set()
+    geometry = checkpoint.family.geometry(checkpoint.processor)
+    seen = set()
     for count in (2, 6, 12, 40):
-        info = VideoInfo("v", 1, "1", "mp4", "h264", count / 2, 0.0, count, True, 2.0, 240, 320, 0)
+        info = VideoInfo(
+            "v",
+            size_bytes=1,
+            version="1",
+            container="mp4",
+            codec="h264",
+            duration=count / 2,
+            start=0.0,
+            frames=count,
+            exact=True,
+            fps=2.0,
+            height=240,
+            width=320,
+            rotation=0,
+        )
         plan = plan_frames(info, FrameOptions(), geometry)
         out = video(
             videos=[torch.zeros(count, 3, 240, 320, dtype=torch.uint8)], cap_pixels_per_frame=True

@@ -13,7 +13,10 @@ import pytest
 from pipeline.records import RequestError
 from pipeline.video.probe import probe
 
-RATE, COUNT, HEIGHT, WIDTH = 8, 20, 96, 128
+RATE = 8
+COUNT = 20
+HEIGHT = 96
+WIDTH = 128
 
 
 def pictures(count: int = COUNT) -> np.ndarray:
@@ -33,12 +36,15 @@ def write(
 ) -> Path:
     with av.open(str(path), "w", format=container, options=options) as out:
         stream = out.add_stream(codec, rate=RATE)
-        stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, pix_fmt
+        stream.height = HEIGHT
+        stream.width = WIDTH
+        stream.pix_fmt = pix_fmt
         if rotation:
             stream.set_display_rotation(rotation)
         for number, picture in enumerate(pictures()):
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format=pix_fmt)
-            frame.pts, frame.time_base = start + number, Fraction(1, RATE)
+            frame.pts = start + number
+            frame.time_base = Fraction(1, RATE)
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
     return path
@@ -51,7 +57,8 @@ def sound(path: Path) -> Path:
             frame = av.AudioFrame.from_ndarray(
                 np.zeros((1, 1024), np.float32), format="fltp", layout="mono"
             )
-            frame.sample_rate, frame.pts = 16000, k * 1024
+            frame.sample_rate = 16000
+            frame.pts = k * 1024
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
     return path
@@ -123,7 +130,9 @@ def test_a_recording_without_a_duration_is_counted(tmp_path: Path) -> None:
     cut = tmp_path / "live.mkv"
     with av.open(Pipe(cut), "w", format="matroska", options={"live": "1"}) as out:
         stream = out.add_stream("libx264", rate=RATE)
-        stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "yuv420p"
+        stream.height = HEIGHT
+        stream.width = WIDTH
+        stream.pix_fmt = "yuv420p"
         for picture in pictures():
             out.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         out.mux(stream.encode())

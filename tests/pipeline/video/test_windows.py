@@ -49,7 +49,19 @@ def _no_worker_left() -> Iterator[None]:
 
 def video(seconds: float = 100.0, fps: float = 10.0, uri: str = "/v.mp4") -> VideoInfo:
     return VideoInfo(
-        uri, 1, "1", "mp4", "h264", seconds, 0.0, round(seconds * fps), True, fps, 240, 320, 0
+        uri,
+        size_bytes=1,
+        version="1",
+        container="mp4",
+        codec="h264",
+        duration=seconds,
+        start=0.0,
+        frames=round(seconds * fps),
+        exact=True,
+        fps=fps,
+        height=240,
+        width=320,
+        rotation=0,
     )
 
 
@@ -57,7 +69,14 @@ def planned(
     info: VideoInfo, window: tuple[float, float] | None, name: str = "", context: int = 10
 ) -> Planned:
     plan = plan_frames(info, FrameOptions(), GEOMETRY, window)
-    return Planned(name or f"{window}", Item(info.uri, "?"), info, plan, context, window)
+    return Planned(
+        name or f"{window}",
+        item=Item(info.uri, "?"),
+        info=info,
+        plan=plan,
+        context=context,
+        window=window,
+    )
 
 
 # ----------------------------------------------------------------------------------- where they lie
@@ -166,7 +185,8 @@ def test_flags_of_windows() -> None:
 
 
 def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
-    info, other = video(), video(uri="/w.mp4")
+    info = video()
+    other = video(uri="/w.mp4")
     halves = [planned(info, (k * 10.0, k * 10.0 + 10), f"{k}") for k in range(10)]
     names = [[r.request_id for r in span.requests] for span in spans(halves)]
     assert names == [[str(k) for k in range(SPAN)], [str(k) for k in range(SPAN, 10)]]
@@ -207,10 +227,13 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, container in (("v.mp4", "mp4"), ("v.ts", "mpegts")):
         with av.open(str(folder / name), "w", format=container) as out:
             stream = out.add_stream("libx264", rate=24, options={"g": "24", "bf": "2"})
-            stream.height, stream.width, stream.pix_fmt = 96, 128, "yuv420p"
+            stream.height = 96
+            stream.width = 128
+            stream.pix_fmt = "yuv420p"
             for number, image in enumerate(still):
                 frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuv420p")
-                frame.pts, frame.time_base = number, Fraction(1, 24)
+                frame.pts = number
+                frame.time_base = Fraction(1, 24)
                 out.mux(stream.encode(frame))
             out.mux(stream.encode())
     return folder
@@ -237,9 +260,20 @@ def test_one_pass_finds_what_several_find(clips: Path, name: str, overlap: float
 
 
 def test_damage_is_the_windows_that_it_hits() -> None:
-    plans = [FramePlan(times, 28, 28, 1.0, 1) for times in ((0.0, 1.0), (2.0, 3.0), (4.0,))]
+    plans = [
+        FramePlan(times, height=28, width=28, fps=1.0, tokens=1)
+        for times in ((0.0, 1.0), (2.0, 3.0), (4.0,))
+    ]
     whole = merged(plans)
-    frames = Frames(np.empty(0), (0.0, 1.0, 2.0), 1.0, 2, 0, "pyav", (0, 1, 2, -1, -1))
+    frames = Frames(
+        np.empty(0),
+        pts=(0.0, 1.0, 2.0),
+        fps=1.0,
+        frames_lost=2,
+        rotation=0,
+        decoder="pyav",
+        shows=(0, 1, 2, -1, -1),
+    )
     first, second, third = (part(frames, whole, plan) for plan in plans)
     assert isinstance(first[0], Frames) and (first[0].frames_lost, first[1]) == (0, (0, 1))
     assert isinstance(second[0], Frames) and (second[0].frames_lost, second[0].pts) == (1, (2.0,))

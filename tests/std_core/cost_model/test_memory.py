@@ -15,12 +15,12 @@ from std_core.types import Draft
 
 QWEN = Account(
     28,
-    3584,
-    18944,
-    28,
-    4,
-    128,
-    152064,
+    hidden=3584,
+    intermediate=18944,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    vocabulary=152064,
     parameters=8_291_375_616,
     tower=675_759_104,
     tower_width=1280,
@@ -104,7 +104,7 @@ def test_slots_fit_and_one_more_does_not(
 ) -> None:
     load = Load(context, int(context * share), 256)
     for draft in (None, Draft("std"), Draft("std", weights="int4")):
-        slots = most_slots(QWEN, load, space, most, draft)
+        slots = most_slots(QWEN, load, space, most, draft=draft)
         assert 0 <= slots <= most
         if slots:
             assert total(terms(QWEN, load, slots, draft)) <= space

@@ -33,33 +33,47 @@ from std_core.cost_model.profile import (
 from std_core.model.checkpoint import whole_account
 from std_core.types import Draft
 
-ACCOUNT = Account(2, 64, 128, 4, 2, 16, 100, parameters=1000)
+ACCOUNT = Account(
+    2,
+    hidden=64,
+    intermediate=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocabulary=100,
+    parameters=1000,
+)
 PROFILE = Profile(
-    Device("d", "cpu", 1e10, 1e9, 1e12),
-    "m",
-    "float32",
-    ACCOUNT,
-    Cost(1.5, 1e-3, 2e-4, 1e-7, (0.01, 0.1)),
-    (0.1, 1e-4, 1e-9),
-    1e-5,
-    (
+    Device("d", kind="cpu", bandwidth=1e10, memory=1e9, flops=1e12),
+    model="m",
+    dtype="float32",
+    account=ACCOUNT,
+    full=Cost(1.5, constant=1e-3, token=2e-4, entry=1e-7, residual=(0.01, 0.1)),
+    prefill=(0.1, 1e-4, 1e-9),
+    vision=1e-5,
+    drafts=(
         Tried(
             Draft("std"),
-            Cost(),
-            (1e-3, 1e-6),
-            (Accepted(512, "caption", (9,), (1,)), Accepted(8192, "caption", (6,), (4,))),
+            cost=Cost(),
+            once=(1e-3, 1e-6),
+            acceptance=(
+                Accepted(512, "caption", (9,), (1,)),
+                Accepted(8192, "caption", (6,), (4,)),
+            ),
             retrieved=(Retrieved(512, 32, 30, 29), Retrieved(8192, 32, 28, 12)),
         ),
         Tried(
             Draft("specvlm", model="x"),
-            Cost(),
-            (0, 0),
-            (Accepted(512, "question", (1, 0), (1, 1), drawn=True),),
-            replace(ACCOUNT, layers=1),
+            cost=Cost(),
+            once=(0, 0),
+            acceptance=(
+                Accepted(512, kind="question", accepted=(1, 0), refused=(1, 1), drawn=True),
+            ),
+            pair=replace(ACCOUNT, layers=1),
         ),
     ),
-    ((0.5, 1, 0.5), (0.5, 8, 0.95)),
-    (("caption", 90.0),),
+    union=((0.5, 1, 0.5), (0.5, 8, 0.95)),
+    lengths=(("caption", 90.0),),
 )
 positive = st.floats(0.1, 10)
 

@@ -28,11 +28,13 @@ def distribution_error(broken: bool) -> float:
     """χ² per degree of freedom of the first two tokens that speculative sampling writes, against
     the full model's."""
     rng = torch.Generator().manual_seed(3)
-    vocabulary, gamma = 5, 2
+    vocabulary = 5
+    gamma = 2
     q = torch.rand(1, gamma, vocabulary, generator=rng).softmax(-1).pow(3)
     p = torch.rand(1, gamma + 1, vocabulary, generator=rng).mul(3).softmax(-1)
     q /= q.sum(-1, keepdim=True)
-    many_q, many_p = q.expand(DRAWS, -1, -1), p.expand(DRAWS, -1, -1)
+    many_q = q.expand(DRAWS, -1, -1)
+    many_p = p.expand(DRAWS, -1, -1)
     drafted = torch.stack(
         [torch.multinomial(q[0, i], DRAWS, True, generator=rng) for i in range(gamma)], dim=1
     )

@@ -18,7 +18,9 @@ def slots_of(rows: int) -> Slots:
     model = SimpleNamespace(
         device="cpu",
         vocabulary=10,
-        new_cache=lambda count: Cache(["cpu"], count, 1, 1, torch.float32),
+        new_cache=lambda count: Cache(
+            ["cpu"], rows=count, kv_heads=1, head_dim=1, dtype=torch.float32
+        ),
     )
     return Slots.empty(model, rows, torch.Generator())  # type: ignore[arg-type]
 

@@ -44,7 +44,8 @@ def test_specvlm_is_one_set_of_a_nucleus_and_an_even_sample_of_the_rest() -> Non
     """λ = 0.6 of the mass lies in places 3 and 9 (mean over layers and heads); four more of the
     other ten are even."""
     one, other = torch.full((2, 2, 12), 1.0)
-    one[0, 3], other[1, 9] = 40.0, 30.0
+    one[0, 3] = 40.0
+    other[1, 9] = 30.0
     sets = select(Draft("specvlm", k=6, nucleus=0.6), [one, other], 0)
     assert len({str(s[head].tolist()) for s in sets for head in (0, 1)}) == 1
     assert sets[0][0].tolist() == [1, 3, 4, 7, 9, 10]
@@ -62,7 +63,8 @@ def test_a_nucleus_is_the_smallest_set_with_its_mass(
     draft = Draft("specvlm", keep=keep, nucleus=nucleus)
     chosen = set(select(draft, [mass], 0)[0][0].tolist())
     order = mass[0].argsort(descending=True).tolist()
-    needed, total = [], 0.0
+    needed = []
+    total = 0.0
     while total < nucleus * float(mass.sum()) * (1 - 1e-5) and len(needed) < draft.budget(visual):
         needed.append(order[len(needed)])
         total += float(mass[0, needed[-1]])

@@ -78,7 +78,8 @@ class StandIn:
         self.slots: list[Slots] = []
 
     def __call__(self, body: Body) -> tuple[Replay, Round]:
-        slots, done = self.slots[-1], {}
+        slots = self.slots[-1]
+        done = {}
         before = addresses(slots)
         result = Round(*(torch.empty(0) for _ in range(6)))
         self.recorded += 1
@@ -173,7 +174,8 @@ def test_no_family_asks_the_host(
     """One drafted round of each, under the guard."""
     model = Engine.load(str(families(family))).model
     slots = grid.filled(model, 1, 80)
-    slots.ahead, slots.bends = 2, Bends.of(slots.rules, slots.vocabulary, model.device)
+    slots.ahead = 2
+    slots.bends = Bends.of(slots.rules, slots.vocabulary, model.device)
     with torch.inference_mode():
         body = partial(decode_round, model, slots, partial(draft, model), 1)
         with NoHost():
@@ -205,7 +207,8 @@ def test_draws_without_a_seed_are_not_recorded(llama: Engine, stand_in: StandIn)
 def test_the_pools_take_what_was_foretold(llama: Engine, stand_in: StandIn) -> None:
     draft = Draft("std", keep=0.3, gamma=2)
     (result,) = llama.run([ASKED[2]], draft)
-    slots, model = stand_in.slots[-1], llama.model
+    slots = stand_in.slots[-1]
+    model = llama.model
     taken = sum(
         x.nbytes
         for cache in (slots.prefix, slots.own, slots.draft)
@@ -215,6 +218,6 @@ def test_the_pools_take_what_was_foretold(llama: Engine, stand_in: StandIn) -> N
     prompt = result.num_prompt_tokens + result.num_visual_tokens
     shared = prompt - 64  # of a prompt without a video all but its tail
     assert taken == pool_bytes(
-        entry, 2, prompt, shared, shared, ASKED[2].sampling.max_tokens, draft
+        entry, 2, prompt, shared, visual=shared, limit=ASKED[2].sampling.max_tokens, draft=draft
     )
     assert taken % (entry * SPLIT) == 0

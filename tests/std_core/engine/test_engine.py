@@ -183,7 +183,13 @@ def test_questions_on_one_video_share_its_vision_pass_and_its_prefix(
 ) -> None:
     clip = requests[4].frames
     asked = [
-        Request(f"q{i}", f"What is in scene {i}?", clip, "clip", sampling=Sampling(12))
+        Request(
+            f"q{i}",
+            prompt=f"What is in scene {i}?",
+            frames=clip,
+            video="clip",
+            sampling=Sampling(12),
+        )
         for i in range(8)
     ]
     engine = Engine.load(str(tiny_model), max_num_seqs=8)
@@ -224,7 +230,9 @@ def test_a_round_begins_with_full_slots_wherever_a_request_is_at_hand(
         for n, r in enumerate(requests)
     ]
     stream = iter([offered for r in short for offered in ((None, r) if late else (r,))])
-    left, seated, round_of = [len(short)], [], Batch._round
+    left = [len(short)]
+    seated = []
+    round_of = Batch._round
 
     def offers() -> Iterator[Request | None]:
         for offered in stream:
@@ -276,7 +284,10 @@ def test_slots_are_refilled_at_once(tiny_model: Path, requests: list[Request]) -
     rng = random.Random(1)
     clip = requests[0].frames
     asked = [
-        Request(str(i), "?", clip, "clip", sampling=Sampling(rng.randint(4, 60))) for i in range(64)
+        Request(
+            str(i), prompt="?", frames=clip, video="clip", sampling=Sampling(rng.randint(4, 60))
+        )
+        for i in range(64)
     ]
     engine = Engine.load(str(tiny_model), max_num_seqs=8)
     assert len(list(engine.run(asked, None))) == 64
@@ -301,7 +312,8 @@ def test_rows_go_on_while_no_request_is_ready(
 def test_images_and_several_videos_in_one_prompt(
     engine: Engine, requests: list[Request], generate: Callable[[Engine, Request], list[int]]
 ) -> None:
-    a, b = requests[0].frames, requests[2].frames
+    a = requests[0].frames
+    b = requests[2].frames
     assert a is not None and b is not None
     for shown in (
         {"frames": a, "videos": (b,)},
@@ -325,12 +337,12 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = demo_model.tokenizer()
     model = demo_model.build("demo", words)
     text = model.config.text_config
-    text.num_hidden_layers, text.hidden_size, text.intermediate_size = 2, 96, 128
-    text.num_attention_heads, text.num_key_value_heads, text.layer_types = (
-        3,
-        1,
-        text.layer_types[:2],
-    )
+    text.num_hidden_layers = 2
+    text.hidden_size = 96
+    text.intermediate_size = 128
+    text.num_attention_heads = 3
+    text.num_key_value_heads = 1
+    text.layer_types = text.layer_types[:2]
     model.config.vision_config.hidden_size = 96
     demo_model.save(type(model)(model.config).float(), words, folder)
     return folder
@@ -488,7 +500,10 @@ def various(requests: list[Request]) -> list[Request]:
     asked = [replace(r, sampling=replace(r.sampling, max_tokens=24), video="") for r in requests]
     clip = requests[4].frames
     asked += [
-        Request("", f"What is in scene {i}?", clip, "clip", sampling=Sampling(16)) for i in range(3)
+        Request(
+            "", prompt=f"What is in scene {i}?", frames=clip, video="clip", sampling=Sampling(16)
+        )
+        for i in range(3)
     ]
     drawn = Sampling(24, temperature=0.8, top_p=0.9, repetition_penalty=1.1)
     asked = [replace(r, request_id=str(i)) for i, r in enumerate(asked)]

@@ -111,7 +111,8 @@ def test_acceptance_is_the_expected_one_until_three_rounds_have_drafted(
     if sum(a + r > 0 for a, r in seen) < ROUNDS:
         assert found == expected
     else:
-        accepted, refused = sum(a for a, _ in seen), sum(r for _, r in seen)
+        accepted = sum(a for a, _ in seen)
+        refused = sum(r for _, r in seen)
         assert found == pytest.approx((accepted + expected) / (accepted + refused + 1))
 
 
@@ -267,7 +268,7 @@ def test_a_gate_that_closes_opens_again_for_a_few_rounds(
         "std_core.decoding.round.accept_equal", lambda d, t: accept_equal(d, t) * int(good)
     )
     pace = Pace(((0, 4),), 0.9)  # drafts where more than half is accepted
-    (asked,) = (replace(requests[0], sampling=Sampling(100)),)
+    asked = replace(requests[0], sampling=Sampling(100))
     list(engine.run([pace, asked], Draft("full", gamma=4)))
     cycle = [4] * ROUNDS + [0] * (LATELY - ROUNDS + 1)
     gammas = [gamma for _, gamma, _ in rounds]
@@ -301,7 +302,8 @@ def test_a_pace_beyond_the_drafts_gamma_is_refused(engine: Engine, requests: lis
 
 
 def test_unverified_decoding_has_no_pace(engine: Engine, requests: list[Request]) -> None:
-    asked, draft = requests[:2], Draft("random", k=1, gamma=3)
+    asked = requests[:2]
+    draft = Draft("random", k=1, gamma=3)
     plain, paced = (
         list(engine.run([*pace, *asked], draft, mode="sparse"))
         for pace in ([], [Pace(((0,),), 0.5)])

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from std_core.model.cache import Cache, gather_view
 
-SLOTS, HEADS, DIM = 3, 2, 4
+SLOTS = 3
+HEADS = 2
+DIM = 4
 
 
 @settings(max_examples=40, deadline=None)
@@ -14,13 +16,13 @@ SLOTS, HEADS, DIM = 3, 2, 4
 def test_writes_land_behind_each_rows_length_and_nowhere_else(
     fills: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    cache = Cache(["cpu"] * 2, SLOTS, HEADS, DIM, torch.float32)
+    cache = Cache(["cpu"] * 2, rows=SLOTS, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
     model = [torch.zeros(HEADS, 0, DIM) for _ in range(SLOTS)]  # layer 1, keys
     for row, length in fills:  # chunk by chunk
         at = model[row].shape[1]
         cache.reserve(at + length)
         chunk = torch.randn(HEADS, length, DIM)
-        cache.fill(1, row, at, chunk, chunk + 1)
+        cache.fill(1, row, at, chunk, value=chunk + 1)
         model[row] = torch.cat([model[row], chunk], dim=1)
     for _ in range(data.draw(st.integers(0, 3))):
         width = data.draw(st.integers(1, 5))
@@ -38,14 +40,16 @@ def test_writes_land_behind_each_rows_length_and_nowhere_else(
 
 
 def test_a_view_holds_the_kept_entries_of_the_prefix_and_all_of_the_rows_own() -> None:
-    prefix, own, draft = (Cache(["cpu"], 2, HEADS, DIM, torch.float32) for _ in range(3))
+    prefix, own, draft = (
+        Cache(["cpu"], rows=2, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32) for _ in range(3)
+    )
     entries = torch.arange(HEADS * 10 * DIM, dtype=torch.float32).view(HEADS, 10, DIM)
     for cache in (prefix, own, draft):
         cache.reserve(10)
-    prefix.fill(0, 0, 0, entries, -entries)
-    own.fill(0, 1, 0, entries[:, :3] + 1000, entries[:, :3])
+    prefix.fill(0, 0, 0, entries, value=-entries)
+    own.fill(0, 1, 0, entries[:, :3] + 1000, value=entries[:, :3])
     kept = torch.tensor([[2, 6], [3, 4]])
-    held = gather_view(draft, 1, 0, prefix.row(0, 0, 7), kept, own.row(0, 1, 3))
+    held = gather_view(draft, 1, 0, prefix.row(0, 0, 7), kept=kept, own=own.row(0, 1, 3))
     assert held == 5
     for head in range(HEADS):
         assert torch.equal(draft.key[0][1, head, :2], entries[head, kept[head]])

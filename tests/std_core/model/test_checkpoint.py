@@ -34,7 +34,9 @@ def test_planned_tokens_are_those_of_the_processor(
 
 
 def test_geometry_is_the_checkpoints_own(checkpoint: Checkpoint) -> None:
-    assert checkpoint.geometry == Geometry(14, 2, 2, min_pixels=56 * 56, max_pixels=112 * 112)
+    assert checkpoint.geometry == Geometry(
+        14, temporal_patch_size=2, merge_size=2, min_pixels=56 * 56, max_pixels=112 * 112
+    )
     assert checkpoint.max_model_len == 32768
 
 

@@ -63,7 +63,8 @@ def asked_of(family: str) -> list[Request]:
             Request(f"t{n}", text + "?", sampling=Sampling(6 + 5 * n))
             for n, text in enumerate(texts)
         ]
-    clip, other = picture(1, 6, 56, 84), picture(2, 6, 84, 56)
+    clip = picture(1, 6, 56, 84)
+    other = picture(2, 6, 84, 56)
     shown: dict[str, dict[str, Any]] = {
         "video": {"frames": clip},
         # an odd number of frames, so far apart that positions by time run ahead of the text behind
@@ -149,7 +150,8 @@ def test_tokens_are_those_of_generate(
 
 def test_what_is_fed_is_what_the_processor_makes(name: str, engine: Engine) -> None:
     for request in asked_of(name):
-        fed, own = engine.checkpoint.inputs(request), feed(name, engine.checkpoint, request)
+        fed = engine.checkpoint.inputs(request)
+        own = feed(name, engine.checkpoint, request)
         assert torch.equal(fed.ids, own["input_ids"])
         assert len(fed.visual) == 0 or torch.equal(
             fed.types, own.get("mm_token_type_ids", fed.types)
@@ -170,7 +172,14 @@ def test_prefill_in_small_chunks_gives_the_same_tokens(
 def test_questions_on_one_video_share_its_prefix(name: str, engine: Engine, hf: Any) -> None:
     clip = picture(1, 6, 56, 84)
     asked = [
-        Request(f"q{n}", f"What is in scene {n}?", clip, "clip", 0.9, Sampling(8 + n))
+        Request(
+            f"q{n}",
+            prompt=f"What is in scene {n}?",
+            frames=clip,
+            video="clip",
+            fps=0.9,
+            sampling=Sampling(8 + n),
+        )
         for n in range(5)
     ]
     sharing = replace(engine, counters=Counters())
@@ -221,7 +230,11 @@ def test_videos_of_unequal_lengths_where_all_frames_have_one_size(
     engine = Engine.load(str(folder))
     hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     request = Request(
-        "a", "What?", picture(1, 6, 56, 56), videos=(picture(2, 3, 56, 56),), sampling=Sampling(16)
+        "a",
+        prompt="What?",
+        frames=picture(1, 6, 56, 56),
+        videos=(picture(2, 3, 56, 56),),
+        sampling=Sampling(16),
     )
     fed = engine.checkpoint.inputs(request)
     assert fed.video_patches is not None

@@ -30,7 +30,8 @@ class _Decoder(nn.Module):
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.02, 1.0), st.integers(0, 2**31))
 def test_a_layer_reads_the_share_that_was_asked_for(keep: float, seed: int) -> None:
-    decoder, rng = _Decoder(), torch.Generator().manual_seed(seed)
+    decoder = _Decoder()
+    rng = torch.Generator().manual_seed(seed)
     seen = {name: torch.randn(200, 64, generator=rng) for name, _ in projections(decoder)}
     found = thresholds(decoder, seen, keep)
     assert set(found) == set(seen)
@@ -39,7 +40,8 @@ def test_a_layer_reads_the_share_that_was_asked_for(keep: float, seed: int) -> N
         for name, linear in projections(decoder):
             if name.split(".")[1] == layer:
                 share = float((sparsified(seen[name], found[name]) != 0).float().mean())
-                read, total = read + share * linear.weight.numel(), total + linear.weight.numel()
+                read = read + share * linear.weight.numel()
+                total = total + linear.weight.numel()
         assert abs(read / total - keep) < 0.01
 
 
@@ -74,10 +76,8 @@ def test_activations_are_recorded_and_the_model_stays_as_it_was(engine: Engine) 
 
 def test_an_early_exit_leaves_channels_out_too(engine: Engine) -> None:
     """Thresholds are known only when the first prompt has been read; no drafter is made before."""
-    draft, engine = (
-        Draft("full", depth=0.5, channels=0.5),
-        replace(engine, thresholds={}, drafters={}),
-    )
+    draft = Draft("full", depth=0.5, channels=0.5)
+    engine = replace(engine, thresholds={}, drafters={})
     result = next(engine.run([Request("a", "Describe this.", sampling=Sampling(3))], draft))
     made = [m for m in engine.drafter(draft).decoder.modules() if isinstance(m, SparseLinear)]
     assert len(made) == 7 * engine.drafter(draft).layers and result.error is None

@@ -117,7 +117,8 @@ def answers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[Answer, Answer]]:
     """All that two ranks are asked, by one pair of processes."""
-    path, slots = str(tiny_model), {"max_num_seqs": 2}
+    path = str(tiny_model)
+    slots = {"max_num_seqs": 2}
     fresh = [replace(r, sampling=Sampling(8, temperature=1.0)) for r in few]
     strict = slots | {"dtype": "bfloat16", "strict": 9}
     cases = {name: Case(path, slots, few, draft) for name, draft in DRAFTS.items()}

@@ -9,7 +9,9 @@ from jobs.suites.acceptance import subjects
 from jobs.suites.shared.paired_timing import Pair
 from std_core.types import Draft
 
-GAMMA, TOKENS, ROWS = 4, 6, 3
+GAMMA = 4
+TOKENS = 6
+ROWS = 3
 
 
 def test_rows_together_write_their_tokens(tmp_path: Path) -> None:

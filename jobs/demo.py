@@ -25,7 +25,7 @@ from rich.table import Table
 from jobs.demo_model import world
 from pipeline import read
 from pipeline.config import ROOT, Job, draft_of, parse_flags
-from pipeline.intake.survey_process import Here
+from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import guarded, run_job
 
 SCENES = (3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8)
@@ -94,7 +94,7 @@ def caption(jobs: list[Job]) -> list[dict[str, Any]]:
     from pipeline.driver.cluster import cluster
 
     with cluster(jobs[0]):
-        return [run_job(job, world.CAPTION_PROMPTS[0], Here) for job in jobs]
+        return [run_job(job, world.CAPTION_PROMPTS[0], InProcessSurvey) for job in jobs]
 
 
 def show(

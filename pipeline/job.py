@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, parse_job
-from pipeline.intake.survey import Apart, Facts, Surveyor
+from pipeline.intake.survey import JobFacts, SubprocessSurvey, Surveyor
 from pipeline.output import rows
 from pipeline.output.ledger import LeaseLost
 from pipeline.output.writer import Output, await_output, open_output
 from pipeline.plan import dryrun
 from pipeline.plan.pool import Pool, fitting
 from pipeline.plan.profile_file import profile_for, unfit_alone
-from pipeline.plan.settings import setting_of
+from pipeline.plan.settings import wave_config_of
 from pipeline.plan.waves import History, plan
 from pipeline.records import (
     Answer,
@@ -40,7 +40,7 @@ def main(
     prog: str,
     default_prompt: str = DEFAULT_PROMPT,
     dry: bool = False,
-    survey: Callable[[Job, Sequence[str]], Surveyor] = Apart,
+    survey: Callable[[Job, Sequence[str]], Surveyor] = SubprocessSurvey,
 ) -> int:
     """Runs a job, prints its JSON as the last line of standard output, and returns the exit code.
 
@@ -121,7 +121,7 @@ def plan_job(job: Job, default_prompt: str) -> int:
     return 0
 
 
-def outlook_of(job: Job, facts: Facts) -> dryrun.Outlook:
+def outlook_of(job: Job, facts: JobFacts) -> dryrun.Outlook:
     """What a plan's times are made from. Raises UsageError for a profile that is none, or is of
     something else."""
     profile = profile_for(
@@ -136,7 +136,7 @@ def outlook_of(job: Job, facts: Facts) -> dryrun.Outlook:
             file=sys.stderr,
             flush=True,
         )
-    return dryrun.Outlook(profile, setting_of(job, draft, facts.draws), job.price_per_hour)
+    return dryrun.Outlook(profile, wave_config_of(job, draft, facts.draws), job.price_per_hour)
 
 
 def _waves(planned: Sequence[Planned], outlook: dryrun.Outlook) -> tuple[Wave, ...]:
@@ -146,12 +146,12 @@ def _waves(planned: Sequence[Planned], outlook: dryrun.Outlook) -> tuple[Wave, .
 def run_job(
     job: Job,
     default_prompt: str = DEFAULT_PROMPT,
-    survey: Callable[[Job, Sequence[str]], Surveyor] = Apart,
+    survey: Callable[[Job, Sequence[str]], Surveyor] = SubprocessSurvey,
     **driving: Any,
 ) -> dict[str, Any]:
     """Answers what has no row yet, and returns the summary that it also writes to the output.
 
-    Args: survey: where the input is read; `pipeline.intake.survey_process.Here` in a process that
+    Args: survey: where the input is read; `pipeline.intake.survey_process.InProcessSurvey` in a process that
         has PyTorch loaded anyway. driving: keywords of `pipeline.driver.cluster.drive`.
 
     Raises: UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended

@@ -14,7 +14,7 @@ from std_core.types import Draft, Pace, RequestError, Result
 __all__ = [
     "ERROR_CODES",
     "RESUMES",
-    "Candidate",
+    "DraftOption",
     "Failed",
     "Found",
     "FrameOptions",
@@ -190,7 +190,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DraftOption:
     """One way to decode a wave, and what is expected of it.
 
     Args:
@@ -227,7 +227,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineConfig:
     """How an engine decodes: what drafts (None decodes densely), in how many slots, and how much in
     which round. The last may change on the way: setups that differ in nothing else are alike."""
 
@@ -248,7 +248,7 @@ class Wave:
     requests: tuple[Planned, ...]
     max_num_seqs: int
     draft: Draft | None = None
-    why: tuple[Candidate, ...] = ()
+    why: tuple[DraftOption, ...] = ()
 
     @property
     def pace(self) -> Pace | None:
@@ -256,9 +256,9 @@ class Wave:
         return self.why[0].pace if self.why else None
 
     @property
-    def setup(self) -> Setup:
+    def setup(self) -> EngineConfig:
         draft = self.why[0].widest if self.why else self.draft
-        return Setup(draft, self.max_num_seqs, self.pace)
+        return EngineConfig(draft, self.max_num_seqs, self.pace)
 
 
 @dataclass(frozen=True)

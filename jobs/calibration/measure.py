@@ -19,16 +19,16 @@ from jobs.suites.acceptance.subjects import Subject
 from jobs.suites.shared.paired_timing import Clock, Pair, read_bandwidth
 from pipeline.config import Job, draft_of, model_path
 from pipeline.records import UsageError
-from std_core.cost_model.account import Account, judged
+from std_core.cost_model.account import ModelSize, count_accepted_rejected
 from std_core.cost_model.device_specs import device_at_hand
 from std_core.cost_model.profile import (
     Accepted,
+    CalibratedDraft,
     Cost,
     Device,
     Profile,
     Retrieved,
     Step,
-    Tried,
     non_negative,
 )
 from std_core.engine.engine import Engine
@@ -201,7 +201,7 @@ class _Cell:
     engine: Engine
     asked: Subject
     context: float  # tokens of a prompt, mean
-    account: Account
+    account: ModelSize
     bandwidth: float
 
     @property
@@ -230,7 +230,7 @@ def _prompts(engine: Engine, asked: Subject, found: _Found) -> None:
 
 
 def _cell(
-    engine: Engine, grid: Grid, whole: Subject, account: Account, here: Device, found: _Found
+    engine: Engine, grid: Grid, whole: Subject, account: ModelSize, here: Device, found: _Found
 ) -> None:
     asked = replace(whole, requests=subjects.of_kind(whole, "caption")[: engine.max_num_seqs])
     length = statistics.fmean(asked.prepare(r).ids.shape[1] for r in asked.requests)
@@ -275,7 +275,7 @@ def _accepted(engine: Engine, grid: Grid, asked: Subject, found: _Found) -> None
         context = round(statistics.fmean(asked.prepare(r).ids.shape[1] for r in requests))
         for draft, drawn in itertools.product(grid.drafts, (False, True)):
             put = subjects.drawn(requests) if drawn else requests
-            counts = judged(list(engine.run(put, draft, asked.prepare)))
+            counts = count_accepted_rejected(list(engine.run(put, draft, asked.prepare)))
             found.acceptance.setdefault(draft, []).append(Accepted(context, kind, *counts, drawn))
 
 
@@ -317,13 +317,13 @@ def _written(pair: Pair) -> float:
 # -------------------------------------------------------------------------------------- few numbers
 
 
-def _tried(draft: Draft, found: _Found, pair: Account | None) -> Tried:
+def _tried(draft: Draft, found: _Found, pair: ModelSize | None) -> CalibratedDraft:
     contexts, seconds = zip(*found.once[draft], strict=True)
     once = (0.0, 0.0)
     if max(seconds) > 0:
         once = (0.0, sum(seconds) / sum(contexts))
     retrieved = tuple(found.retrieved.get(draft, ()))
-    return Tried(
+    return CalibratedDraft(
         draft,
         cost=Cost.fit(found.steps[draft]),
         once=once,
@@ -338,7 +338,7 @@ def _prefill(seen: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     return weights[0], weights[1], weights[2]
 
 
-def _pair(draft: Draft, dtype: str) -> Account | None:
+def _pair(draft: Draft, dtype: str) -> ModelSize | None:
     return Checkpoint.load(model_path(draft.model)).account(dtype) if draft.model else None
 
 

@@ -27,7 +27,7 @@ from jobs.suites.shared.counting_s3 import BUCKET, counting_s3
 from pipeline import storage
 from pipeline.config import ROOT, parse_flags
 from pipeline.records import FrameOptions, FramePlan, UsageError, VideoInfo
-from pipeline.video.decode_job import Job, Sink, resize
+from pipeline.video.decode_job import DecodeJob, Sink, resize
 from pipeline.video.decoders import with_pyav
 from pipeline.video.frame_plan import plan_frames
 from pipeline.video.frames import Limits, decode
@@ -127,7 +127,7 @@ def _every_frame(path: str, info: VideoInfo, plan: FramePlan) -> None:
 
 
 def _ours(path: str, info: VideoInfo, plan: FramePlan) -> None:
-    job = Job(
+    job = DecodeJob(
         path, False, plan.times, info.start, info.fps, plan.height, plan.width, info.height * info.width * 3,
         info.size_bytes,
     )  # fmt: skip

@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 
 from jobs.suites.shared.stubs import Listed, decode_stub, load_stub, planned, write_stub
 from pipeline.config import Job, parse_flags
-from pipeline.driver import replica
+from pipeline.driver import replica as replica_module
 from pipeline.driver.cluster import cluster, drive, engine_share
-from pipeline.driver.replica import Flow
+from pipeline.driver.replica import RunSnapshot
 from pipeline.job import run_job
 from pipeline.records import Answer, UsageError
 
@@ -70,7 +70,7 @@ class _Measured:
     began: float = 0.0  # when the first request was begun
     ended: float = 0.0
     worked: float = 0.0  # s inside the engine
-    flow: Flow = field(default_factory=Flow)
+    flow: RunSnapshot = field(default_factory=RunSnapshot)
 
     def emit(self, answer: Answer) -> None:
         """One request's result."""
@@ -83,7 +83,7 @@ class _Measured:
         """What bounds it."""
         self.bound = where["max_bytes_in_flight"]
 
-    def look(self, flow: Flow) -> None:
+    def look(self, flow: RunSnapshot) -> None:
         """What is where."""
         self.flow = flow
 
@@ -119,12 +119,12 @@ def _decoders(job: Job) -> int:
 @contextmanager
 def _without_look_ahead() -> Iterator[None]:
     """A video is decoded when a slot is free."""
-    before = replica.HELD, replica.AHEAD
-    replica.HELD = replica.AHEAD = 1
+    before = replica_module.HELD, replica_module.AHEAD
+    replica_module.HELD = replica_module.AHEAD = 1
     try:
         yield
     finally:
-        replica.HELD, replica.AHEAD = before
+        replica_module.HELD, replica_module.AHEAD = before
 
 
 # ------------------------------------------------------------------------------------ many requests

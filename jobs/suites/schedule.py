@@ -38,9 +38,9 @@ from pipeline.plan.choose import USUAL, choose
 from pipeline.plan.dryrun import name_of
 from pipeline.plan.history import History
 from pipeline.plan.profile_file import read_profile
-from pipeline.plan.settings import Mix, Setting
-from pipeline.records import Candidate, UsageError
-from std_core.cost_model.memory import Load
+from pipeline.plan.settings import WaveConfig, WaveSummary
+from pipeline.records import DraftOption, UsageError
+from std_core.cost_model.memory import LongestRequest
 from std_core.cost_model.profile import Profile
 from std_core.engine.engine import Engine
 from std_core.types import Draft, Request, Result
@@ -113,7 +113,7 @@ class Cell:
     answer: Answer
     count: int
     times: dict[Draft | None, Timed]
-    ways: tuple[Candidate, ...]
+    ways: tuple[DraftOption, ...]
     plan: Timed
 
     def seconds(self, timed: Timed, turn: int) -> float:
@@ -163,7 +163,7 @@ def run(argv: list[str]) -> dict[str, Any]:
         console.print(table(cells, fixed))
     return {
         "model": flags.model,
-        **judged(cells, [None, *fixed]),
+        **count_accepted_rejected(cells, [None, *fixed]),
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -282,14 +282,16 @@ def _asked(requests: Sequence[Request], rows: int, answer: Answer, flags: Flags)
 
 def _ways(
     rows: int, dense: Sequence[Result], kind: str, answer: Answer, profile: Profile
-) -> tuple[Candidate, ...]:
+) -> tuple[DraftOption, ...]:
     """What the scheduler makes of a cell whose answers' lengths it knows."""
     count = len(dense)
-    setting = Setting(rows, max_tokens=answer.length, draws="seeded" if answer.drawn else "greedy")
+    setting = WaveConfig(
+        rows, max_tokens=answer.length, draws="seeded" if answer.drawn else "greedy"
+    )
     visual = statistics.fmean(r.num_visual_tokens for r in dense)
     context = visual + statistics.fmean(r.num_prompt_tokens for r in dense)
-    longest = Load(round(context), round(visual), answer.length, draws=setting.draws)
-    mix = Mix(
+    longest = LongestRequest(round(context), round(visual), answer.length, draws=setting.draws)
+    mix = WaveSummary(
         count, context=context, visual=visual, videos=count, longest=longest, kinds=((kind, count),)
     )
     known = replace(profile, lengths=((kind, statistics.fmean(len(r.token_ids) for r in dense)),))
@@ -299,7 +301,9 @@ def _ways(
 # ---------------------------------------------------------------------------------------- judgement
 
 
-def judged(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> dict[str, Any]:
+def count_accepted_rejected(
+    cells: Sequence[Cell], settings: Sequence[Draft | None]
+) -> dict[str, Any]:
     """Figures over all cells; `failed` says so where one setting is as good as any choice."""
     oracle = [min(settings, key=lambda draft: cell.fixed(draft, 1)) for cell in cells]
     best = {draft: sum(cell.fixed(draft, 0) / cell.count for cell in cells) for draft in settings}

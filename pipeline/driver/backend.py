@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pipeline.records import FramePlan, Setup, VideoInfo, Wave
+from pipeline.records import EngineConfig, FramePlan, VideoInfo, Wave
 from std_core.cost_model.profile import Device
 from std_core.types import Request, Result
 
 
-class Gone(Exception):
+class WorkerLost(Exception):
     """What was waited for will not come. `code` is an error code of rows, `crashed` (its process
     died) or `lost` (what it made was lost with a machine)."""
 
@@ -42,7 +42,7 @@ class Waves(Protocol):
         """From now on no wave has more slots than so many."""
 
 
-class Hands(Protocol):
+class Backend(Protocol):
     """How engines and decoders are reached. A reference names what a call will give; `get` gives
     it, once `wait` says that it is there, or raises Gone."""
 
@@ -65,7 +65,7 @@ class Hands(Protocol):
         pixels: Any,
         numbers: list[tuple[int, ...]],
         turn: int,
-        setup: Setup,
+        setup: EngineConfig,
     ) -> Any:
         """Hands it requests, with the numbers that each one's frames have among `pixels`. Every
         `turn`, from 0 on, has a setup, and none may be fed before all that was fed in the turn

@@ -19,8 +19,8 @@ from pipeline.driver.decode_queue import Intake
 from pipeline.driver.decode_task import Decode
 from pipeline.driver.feeder import Handover
 from pipeline.driver.fleet import Emit, Fleet
-from pipeline.driver.ray_backend import Load, RayHands, device_of, load_engine
-from pipeline.driver.replica import Flow, Lane
+from pipeline.driver.ray_backend import EngineLoader, RayBackend, device_of, load_engine
+from pipeline.driver.replica import Replica, RunSnapshot
 from pipeline.records import RunError
 from pipeline.video import frames
 
@@ -33,7 +33,7 @@ class Watcher(Protocol):
     def attach(self, instruments: Any, **where: Any) -> None:
         """Once there are engines: metrics, and figures of the run."""
 
-    def look(self, flow: Flow) -> None:
+    def look(self, flow: RunSnapshot) -> None:
         """At every turn of the driver."""
 
 
@@ -45,7 +45,7 @@ def drive(
     watch: Watcher,
     *,
     tick: Callable[[], None] = lambda: None,
-    load: Load = load_engine,
+    load: EngineLoader = load_engine,
     decode: Decode = frames.decode,
 ) -> int:
     """Runs the waves in their order.
@@ -70,11 +70,11 @@ def drive(
         watch.attach(
             ray.util.metrics, engines=count, device=settings["device"], max_bytes_in_flight=bound
         )
-        hands = RayHands(load, decoder=decode, job=job, options=options, settings=settings)
-        lanes = [Lane(number, job.max_num_seqs) for number in range(count)]
-        intake = Intake(hands, waves, lanes, bound)
+        backend = RayBackend(load, decoder=decode, job=job, options=options, settings=settings)
+        replicas = [Replica(number, job.max_num_seqs) for number in range(count)]
+        intake = Intake(backend, waves, replicas, bound)
         handover = Handover(
-            job, max_model_len=max_model_len, hands=hands, lanes=lanes, intake=intake
+            job, max_model_len=max_model_len, backend=backend, replicas=replicas, intake=intake
         )
         fleet = Fleet(
             job,
@@ -82,8 +82,8 @@ def drive(
             emit=emit,
             tick=tick,
             notice=watch.look,
-            hands=hands,
-            lanes=lanes,
+            backend=backend,
+            replicas=replicas,
             intake=intake,
             handover=handover,
         )

@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.driver import replica
-from pipeline.driver.backend import Gone, Hands, Waves
-from pipeline.driver.replica import Lane, Video
+from pipeline.driver import replica as replica_module
+from pipeline.driver.backend import Backend, Waves, WorkerLost
+from pipeline.driver.replica import Replica, Video
 from pipeline.records import Frames, Planned, RequestError
 
 DECODES = 3  # tries at a video whose decoding process dies
@@ -22,7 +22,7 @@ class Arrival:
     """A video whose decoding has ended, and the requests that waited for it in a lane."""
 
     video: Video
-    lane: Lane
+    replica: Replica
     requests: list[Planned]
     failed: dict[str, RequestError]  # by footage
 
@@ -32,11 +32,11 @@ class Intake:
     """`coming` → decoding → a lane's `queue`. `bound` is of the bytes of frames that are decoding
     or held."""
 
-    hands: Hands
+    backend: Backend
     waves: Waves
-    lanes: list[Lane]
+    replicas: list[Replica]
     bound: int
-    decoding: dict[Any, tuple[Video, Lane, list[Planned], Any]] = field(default_factory=dict)
+    decoding: dict[Any, tuple[Video, Replica, list[Planned], Any]] = field(default_factory=dict)
     nbytes: int = 0
     most_nbytes: int = 0
     decoded: int = 0
@@ -44,16 +44,18 @@ class Intake:
     @property
     def finished(self) -> bool:
         """Whether nothing more will be decoded for the first time."""
-        return self.waves.closed and not any(lane.coming for lane in self.lanes)
+        return self.waves.closed and not any(replica.coming for replica in self.replicas)
 
     def admit(self) -> Video | None:
         """Starts to decode what fits in memory and is near enough to its turn, for the lane with
         the least ahead."""
-        lane = min(self.lanes, key=lambda lane: (lane.ahead / lane.slots, not lane.up))
-        if self.nbytes and lane.ahead >= replica.AHEAD * lane.slots:
+        replica = min(
+            self.replicas, key=lambda replica: (replica.ahead / replica.slots, not replica.up)
+        )
+        if self.nbytes and replica.ahead >= replica_module.AHEAD * replica.slots:
             return None
-        source = self._source(lane)
-        at = 0 if source is lane.coming else -1
+        source = self._source(replica)
+        at = 0 if source is replica.coming else -1
         # a video beyond the bounds goes alone
         if not source or (self.nbytes and self.nbytes + source[at].nbytes > self.bound):
             return None
@@ -61,54 +63,54 @@ class Intake:
         del source[at]
         self.nbytes += video.nbytes
         self.most_nbytes = max(self.nbytes, self.most_nbytes)
-        self.decode(video, lane, video.requests)
+        self.decode(video, replica, video.requests)
         return video
 
-    def _source(self, lane: Lane) -> deque[Video]:
+    def _source(self, replica: Replica) -> deque[Video]:
         """What is coming for the lane; where there is no wave left, for the one that has the most
         to come."""
-        if not lane.coming and (wave := self.waves.take(hungry=not lane.ahead)) is not None:
-            lane.coming.extend(replica.videos(wave))
-        return lane.coming or max((other.coming for other in self.lanes), key=len)
+        if not replica.coming and (wave := self.waves.take(hungry=not replica.ahead)) is not None:
+            replica.coming.extend(replica_module.videos(wave))
+        return replica.coming or max((other.coming for other in self.replicas), key=len)
 
-    def decode(self, video: Video, lane: Lane, requests: list[Planned]) -> None:
+    def decode(self, video: Video, replica: Replica, requests: list[Planned]) -> None:
         """Starts decoding; `requests` of the video wait for it."""
-        known, pixels = self.hands.decode(video.requests[0].info, video.plan, lane.node)
+        known, pixels = self.backend.decode(video.requests[0].info, video.plan, replica.node)
         video.pixels = None
         video.tries = video.tries + 1
-        lane.decoding += len(requests)
-        self.decoding[known] = (video, lane, requests, pixels)
+        replica.decoding += len(requests)
+        self.decoding[known] = (video, replica, requests, pixels)
 
-    def again(self, video: Video, lane: Lane, requests: list[Planned]) -> None:
+    def again(self, video: Video, replica: Replica, requests: list[Planned]) -> None:
         """As `decode`, of a video whose frames were lost; once, whoever asks."""
         for under_way, its, waiting, _ in self.decoding.values():
             if under_way is video:
                 its.decoding += len(requests)
                 waiting += requests
                 return
-        self.decode(video, lane, requests)
+        self.decode(video, replica, requests)
 
     def take(self, reference: Any) -> Arrival | None:
         """What a decoding has led to; None where it is tried again."""
-        video, lane, requests, pixels = self.decoding.pop(reference)
-        lane.decoding -= len(requests)
+        video, replica, requests, pixels = self.decoding.pop(reference)
+        replica.decoding -= len(requests)
         known = self._known(reference)
         if isinstance(known, RequestError) and known.code == "decode_crashed":
             video.crashes += 1
             if video.crashes < DECODES:
-                self.decode(video, lane, requests)  # somebody else may have killed the process
+                self.decode(video, replica, requests)  # somebody else may have killed the process
                 return None
         self.decoded += 1
         if isinstance(known, RequestError):
             failed = {request.footage: known for request in video.requests}
         else:
             failed = video.arrived(known, pixels)
-        return Arrival(video, lane, requests, failed)
+        return Arrival(video, replica, requests, failed)
 
     def _known(self, reference: Any) -> Frames | RequestError:
         try:
-            return self.hands.get(reference)
-        except Gone as gone:
+            return self.backend.get(reference)
+        except WorkerLost as gone:
             return RequestError(CODES.get(gone.code, gone.code), f"decoding failed: {gone.why}")
 
     def answered(self, video: Video) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.config import Job
-from pipeline.driver.backend import Gone, Hands
+from pipeline.driver.backend import Backend, WorkerLost
 from pipeline.driver.decode_queue import Intake
-from pipeline.driver.replica import Lane, Video
+from pipeline.driver.replica import Replica, Video
 from pipeline.driver.suspects import Group, Suspects
-from pipeline.records import Frames, Planned, Setup
+from pipeline.records import EngineConfig, Frames, Planned
 from std_core.types import Request
 
 
@@ -23,73 +23,75 @@ class Handover:
 
     job: Job
     max_model_len: int
-    hands: Hands
-    lanes: list[Lane]
+    backend: Backend
+    replicas: list[Replica]
     intake: Intake
     open: dict[str, tuple[Planned, Video]] = field(
         default_factory=dict
     )  # all requests between plan and answer
-    feeding: dict[Any, tuple[Lane, Any, list[Planned], Any]] = field(default_factory=dict)
+    feeding: dict[Any, tuple[Replica, Any, list[Planned], Any]] = field(default_factory=dict)
     returned: deque[Planned] = field(default_factory=deque)  # decoded for a lane whose engine died
     suspects: Suspects = field(default_factory=Suspects)
     handed: Counter[str] = field(
         default_factory=Counter
     )  # id → engines that were handed the request
 
-    def feed(self, lane: Lane) -> None:
+    def feed(self, replica: Replica) -> None:
         """Hands an engine suspects if they wait and it is empty, else what was decoded for it or is
         left by others."""
-        if not lane.up or lane.trial is not None or lane.retires:
+        if not replica.up or replica.trial is not None or replica.retires:
             return
-        if not lane.held and (group := self._trial(lane)) is not None:
-            lane.trial = group
+        if not replica.held and (group := self._trial(replica)) is not None:
+            replica.trial = group
             requests = [self.open[name][0] for name in group.requests]
-            self._set_up(lane, self.open[group.requests[0]][1].turn.wave.setup)
-            self._hand_over(lane, requests)
+            self._set_up(replica, self.open[group.requests[0]][1].turn.wave.setup)
+            self._hand_over(replica, requests)
             return
-        self._hand_over(lane, self._decoded(lane))
+        self._hand_over(replica, self._decoded(replica))
 
-    def _decoded(self, lane: Lane) -> list[Planned]:
+    def _decoded(self, replica: Replica) -> list[Planned]:
         """What the lane takes next, all of it with one setup. The next setup's turn comes once all
         that was fed in the one before has arrived."""
         taken: list[Planned] = []
-        while len(taken) < lane.room and (source := self._source(lane)):
+        while len(taken) < replica.room and (source := self._source(replica)):
             if (known := self.open.get(source[0].request_id)) is None:
                 source.popleft()  # its video was lost and cannot be decoded again
                 continue
             request, video = known
             if video.pixels is None:
-                self.intake.again(video, lane, [source.popleft()])
+                self.intake.again(video, replica, [source.popleft()])
                 continue
-            if lane.setup != (setup := lane.fitting(video.turn.wave.setup)):
-                if taken or self._arriving(lane):
+            if replica.setup != (setup := replica.fitting(video.turn.wave.setup)):
+                if taken or self._arriving(replica):
                     break
-                self._set_up(lane, setup)
+                self._set_up(replica, setup)
             source.popleft()
             taken.append(request)
         return taken
 
-    def _set_up(self, lane: Lane, setup: Setup) -> None:
-        if lane.setup != (fitting := lane.fitting(setup)):
-            lane.setup = fitting
-            lane.turn = lane.turn + lane.arrived
-            lane.arrived = False
+    def _set_up(self, replica: Replica, setup: EngineConfig) -> None:
+        if replica.setup != (fitting := replica.fitting(setup)):
+            replica.setup = fitting
+            replica.turn = replica.turn + replica.arrived
+            replica.arrived = False
 
-    def _arriving(self, lane: Lane) -> bool:
+    def _arriving(self, replica: Replica) -> bool:
         """Whether the engine may not have all yet that it was fed."""
         return any(
-            fed is lane and engine is lane.engine for fed, engine, *_ in self.feeding.values()
+            fed is replica and engine is replica.engine for fed, engine, *_ in self.feeding.values()
         )
 
-    def _source(self, lane: Lane) -> deque[Planned]:
+    def _source(self, replica: Replica) -> deque[Planned]:
         """What the lane takes from next: its own queue, what a dead engine left, or the queue of a
         lane that waits for its engine."""
-        waiting = (other.queue for other in self.lanes if not other.up)
-        return next((queue for queue in (lane.queue, self.returned, *waiting) if queue), lane.queue)
+        waiting = (other.queue for other in self.replicas if not other.up)
+        return next(
+            (queue for queue in (replica.queue, self.returned, *waiting) if queue), replica.queue
+        )
 
-    def _trial(self, lane: Lane) -> Group | None:
+    def _trial(self, replica: Replica) -> Group | None:
         """Suspects whose frames are there; what is missing is decoded again."""
-        if self._arriving(lane):
+        if self._arriving(replica):
             return None
         for _ in range(len(self.suspects.waiting)):
             group = self.suspects.take()
@@ -100,29 +102,31 @@ class Handover:
             if not missing:
                 return group
             for video in missing.values():
-                self.intake.again(video, lane, [])
+                self.intake.again(video, replica, [])
             self.suspects.waiting.append(group)
         return None
 
-    def _hand_over(self, lane: Lane, requests: list[Planned]) -> None:
+    def _hand_over(self, replica: Replica, requests: list[Planned]) -> None:
         if not requests:
             return
-        if not lane.held:
-            lane.moved()
-        setup = lane.setup
+        if not replica.held:
+            replica.moved()
+        setup = replica.setup
         assert setup is not None
         for video, alike in _by_video([self.open[request.request_id] for request in requests]):
             for request in alike:
-                lane.held[request.request_id] = request, setup
+                replica.held[request.request_id] = request, setup
                 self.handed[request.request_id] += 1
             wanted = [self._request(request, video.parts[request.footage][0]) for request in alike]
             numbers = [video.parts[request.footage][1] for request in alike]
-            own = lane.fitting(
+            own = replica.fitting(
                 video.turn.wave.setup
             )  # a turn may go through several waves, each at its own pace
             paced = own if own == setup else setup
-            fed = self.hands.feed(lane.engine, wanted, video.pixels, numbers, lane.turn, paced)
-            self.feeding[fed] = lane, lane.engine, alike, video.pixels
+            fed = self.backend.feed(
+                replica.engine, wanted, video.pixels, numbers, replica.turn, paced
+            )
+            self.feeding[fed] = replica, replica.engine, alike, video.pixels
 
     def _request(self, planned: Planned, frames: Frames) -> Request:
         room = self.max_model_len - planned.context
@@ -142,32 +146,32 @@ class Handover:
     def take(self, reference: Any) -> None:
         """Frames that were lost on their way are decoded again; of an engine's end its stream
         tells."""
-        lane, engine, requests, pixels = self.feeding.pop(reference)
+        replica, engine, requests, pixels = self.feeding.pop(reference)
         try:
-            self.hands.get(reference)
-            lane.arrived = lane.arrived or lane.engine is engine
-        except Gone as gone:
-            if gone.code == "lost" and lane.engine is engine:
-                self._lost(lane, [r for r in requests if r.request_id in lane.held], pixels)
+            self.backend.get(reference)
+            replica.arrived = replica.arrived or replica.engine is engine
+        except WorkerLost as gone:
+            if gone.code == "lost" and replica.engine is engine:
+                self._lost(replica, [r for r in requests if r.request_id in replica.held], pixels)
 
-    def _lost(self, lane: Lane, requests: list[Planned], pixels: Any) -> None:
+    def _lost(self, replica: Replica, requests: list[Planned], pixels: Any) -> None:
         """Requests that share frames never reached the engine; suspects stay suspects."""
         for request in requests:
-            del lane.held[request.request_id]
+            del replica.held[request.request_id]
         for video in {id(v): v for _, v in (self.open[r.request_id] for r in requests)}.values():
             if video.pixels is pixels:
                 video.pixels = None
-        if lane.trial is not None and requests:
-            alone = lane.trial.alone if len(lane.trial.requests) == 1 else 0
+        if replica.trial is not None and requests:
+            alone = replica.trial.alone if len(replica.trial.requests) == 1 else 0
             self.suspects.put_back(Group(tuple(r.request_id for r in requests), alone))
         else:
-            lane.queue.extendleft(reversed(requests))
-        self.end_trial(lane)
+            replica.queue.extendleft(reversed(requests))
+        self.end_trial(replica)
 
-    def end_trial(self, lane: Lane) -> None:
+    def end_trial(self, replica: Replica) -> None:
         """Once the suspects have left the engine."""
-        if lane.trial is not None and not lane.held:
-            lane.trial = None
+        if replica.trial is not None and not replica.held:
+            replica.trial = None
 
 
 def _by_video(requests: list[tuple[Planned, Video]]) -> Iterator[tuple[Video, list[Planned]]]:

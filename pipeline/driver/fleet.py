@@ -1,7 +1,7 @@
 """What the driver does, step by step: videos are decoded a little ahead of the engines, requests
 handed over as their frames arrive, results handed on as rows finish, engines that die replaced.
 Everything here is in one thread, so that every request is handed on exactly once. Ray is behind
-`pipeline.driver.backend.Hands`; here its references are names of things that will come."""
+`pipeline.driver.backend.Backend`; here its references are names of things that will come."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 
 from pipeline.config import Job
 from pipeline.driver.backend import (
-    Gone,
-    Hands,
+    Backend,
     Waves,
+    WorkerLost,
 )
 from pipeline.driver.decode_queue import Intake
 from pipeline.driver.feeder import Handover
-from pipeline.driver.replica import Flow, Lane
+from pipeline.driver.replica import Replica, RunSnapshot
 from pipeline.records import (
     RESUMES,
     Answer,
+    EngineConfig,
     Planned,
     RequestError,
     RunError,
-    Setup,
 )
 from std_core.types import Result
 
@@ -54,9 +54,9 @@ class Fleet:
     waves: Waves
     emit: Emit
     tick: Callable[[], None]
-    notice: Callable[[Flow], None]
-    hands: Hands
-    lanes: list[Lane]
+    notice: Callable[[RunSnapshot], None]
+    backend: Backend
+    replicas: list[Replica]
     intake: Intake
     handover: Handover
     answered: int = 0
@@ -71,16 +71,16 @@ class Fleet:
     def run(self, stopped: list[int]) -> None:
         """Until every request is answered. Raises RunError; `stopped` gets the numbers of
         signals."""
-        for lane in self.lanes:
-            self.start(lane)
+        for replica in self.replicas:
+            self.start(replica)
         while not self.finished:
             if stopped:
                 self._drain(stopped)
                 raise RunError(f"stopped by {signal.Signals(stopped[0]).name}; {RESUMES}")
             self.admit()
-            for lane in self.lanes:
-                self._recycle(lane)
-                self.handover.feed(lane)
+            for replica in self.replicas:
+                self._recycle(replica)
+                self.handover.feed(replica)
             self.step()
             self.watch()
             self.tick()
@@ -90,10 +90,10 @@ class Fleet:
         """Ends what runs; else its resources stay taken for as long as anything here still names
         it."""
         for reference in self.intake.decoding:
-            self.hands.cancel(reference)
-        for lane in self.lanes:
-            if lane.engine is not None:
-                self.hands.kill(lane.engine)
+            self.backend.cancel(reference)
+        for replica in self.replicas:
+            if replica.engine is not None:
+                self.backend.kill(replica.engine)
 
     @property
     def finished(self) -> bool:
@@ -104,7 +104,7 @@ class Fleet:
         ends = time.monotonic() + DRAIN
         count = len(stopped)
         while (
-            any(lane.held for lane in self.lanes)
+            any(replica.held for replica in self.replicas)
             and time.monotonic() < ends
             and len(stopped) == count
         ):
@@ -113,14 +113,15 @@ class Fleet:
             self.tick()
 
     @property
-    def flow(self) -> Flow:
-        engines = sum(lane.up for lane in self.lanes)
-        return Flow(
+    def flow(self) -> RunSnapshot:
+        engines = sum(replica.up for replica in self.replicas)
+        return RunSnapshot(
             decoding=len(self.intake.decoding),
-            waiting=sum(len(lane.queue) for lane in self.lanes) + len(self.handover.returned),
-            held=sum(len(lane.held) for lane in self.lanes),
+            waiting=sum(len(replica.queue) for replica in self.replicas)
+            + len(self.handover.returned),
+            held=sum(len(replica.held) for replica in self.replicas),
             engines=engines,
-            starting=len(self.lanes) - engines,
+            starting=len(self.replicas) - engines,
             deaths=self.deaths,
             suspects=sum(len(group.requests) for group in self.handover.suspects.waiting),
             nbytes=self.intake.nbytes,
@@ -142,9 +143,9 @@ class Fleet:
         self._happened()
         if arrival is None:
             return
-        arrival.lane.queue.extend(r for r in arrival.requests if r.footage not in arrival.failed)
+        arrival.replica.queue.extend(r for r in arrival.requests if r.footage not in arrival.failed)
         # no request that is not in an engine already can be answered
-        held = {name for lane in self.lanes for name in lane.held}
+        held = {name for replica in self.replicas for name in replica.held}
         lost = [r for r in arrival.video.requests if r.footage in arrival.failed]
         for request in lost:
             if (name := request.request_id) in self.handover.open and name not in held:
@@ -161,23 +162,25 @@ class Fleet:
 
     # ---------------------------------------------------------------------------------- the engines
 
-    def start(self, lane: Lane) -> None:
+    def start(self, replica: Replica) -> None:
         """Asks for an engine in the place of the one before."""
-        lane.engine, lane.ready = self.hands.start(lane.slots)
+        replica.engine, replica.ready = self.backend.start(replica.slots)
 
-    def _recycle(self, lane: Lane) -> None:
+    def _recycle(self, replica: Replica) -> None:
         """An engine that has answered very many gets nothing more, and is replaced once it is
         empty."""
-        lane.retires = lane.answered >= RECYCLE
-        if lane.retires and not lane.held:
-            self._replace(lane)
+        replica.retires = replica.answered >= RECYCLE
+        if replica.retires and not replica.held:
+            self._replace(replica)
 
     # ------------------------------------------------------------------------------ what comes back
 
     def step(self) -> None:
         """Waits, a second at most, for whatever comes first, and takes all there is."""
         of_lanes = [
-            r for lane in self.lanes for r in (*lane.ready, *lane.others, lane.results, lane.beat)
+            r
+            for replica in self.replicas
+            for r in (*replica.ready, *replica.others, replica.results, replica.beat)
         ]
         references = [
             *self.intake.decoding,
@@ -185,7 +188,7 @@ class Fleet:
             *(r for r in of_lanes if r is not None),
         ]
         idle = not self.intake.finished and not self.intake.decoding
-        for reference in self.hands.wait(references, 0.05 if idle else 1.0):
+        for reference in self.backend.wait(references, 0.05 if idle else 1.0):
             self._take(reference)
 
     def _take(self, reference: Any) -> None:
@@ -193,64 +196,64 @@ class Fleet:
             self._take_frames(reference)
         elif reference in self.handover.feeding:
             self.handover.take(reference)
-        for lane in self.lanes:  # none, if its engine has died a moment ago
-            if reference in lane.ready:
-                self._take_ready(lane, reference)
-            elif reference in lane.others:
-                self._take_end(lane, reference)
-            elif reference == lane.beat:
-                self._take_beat(lane)
-            elif reference is lane.results:
-                self._take_result(lane)
+        for replica in self.replicas:  # none, if its engine has died a moment ago
+            if reference in replica.ready:
+                self._take_ready(replica, reference)
+            elif reference in replica.others:
+                self._take_end(replica, reference)
+            elif reference == replica.beat:
+                self._take_beat(replica)
+            elif reference is replica.results:
+                self._take_result(replica)
 
-    def _take_ready(self, lane: Lane, reference: Any) -> None:
+    def _take_ready(self, replica: Replica, reference: Any) -> None:
         try:
-            node = self.hands.get(reference)
-        except Gone as gone:
-            self._died(lane, gone, " while it started")
+            node = self.backend.get(reference)
+        except WorkerLost as gone:
+            self._died(replica, gone, " while it started")
             return
-        lane.node = lane.node or node
-        lane.ready.remove(reference)
-        if not lane.ready:
-            lane.results, lane.others = self.hands.run(lane.engine)
-        lane.moved()
+        replica.node = replica.node or node
+        replica.ready.remove(reference)
+        if not replica.ready:
+            replica.results, replica.others = self.backend.run(replica.engine)
+        replica.moved()
         self._happened()
 
-    def _take_end(self, lane: Lane, reference: Any) -> None:
+    def _take_end(self, replica: Replica, reference: Any) -> None:
         """A part of an engine runs for as long as the engine does."""
         try:
-            self.hands.get(reference)
-        except Gone as gone:
-            self._died(lane, gone)
+            self.backend.get(reference)
+        except WorkerLost as gone:
+            self._died(replica, gone)
         else:
-            self._died(lane, Gone("worker_killed", "a part of it ended by itself"))
+            self._died(replica, WorkerLost("worker_killed", "a part of it ended by itself"))
 
-    def _take_beat(self, lane: Lane) -> None:
-        reference = lane.beat
-        lane.beat = None
+    def _take_beat(self, replica: Replica) -> None:
+        reference = replica.beat
+        replica.beat = None
         try:
-            pulse = self.hands.get(reference)
-        except Gone:
+            pulse = self.backend.get(reference)
+        except WorkerLost:
             return  # its stream tells
-        if pulse != lane.pulse:
-            lane.pulse = pulse
-            lane.moved()
+        if pulse != replica.pulse:
+            replica.pulse = pulse
+            replica.moved()
             self._happened()
 
-    def _take_result(self, lane: Lane) -> None:
+    def _take_result(self, replica: Replica) -> None:
         try:
-            result = self.hands.following(lane.results)
-        except Gone as gone:
-            self._died(lane, gone)
+            result = self.backend.following(replica.results)
+        except WorkerLost as gone:
+            self._died(replica, gone)
             return
-        lane.moved()
-        if (held := lane.held.pop(result.request_id, None)) is not None:
-            lane.answered += 1
+        replica.moved()
+        if (held := replica.held.pop(result.request_id, None)) is not None:
+            replica.answered += 1
             self.barren = 0
             self._answer(result, held[1])
-        self.handover.end_trial(lane)
+        self.handover.end_trial(replica)
 
-    def _answer(self, result: Result, setup: Setup | None = None) -> None:
+    def _answer(self, result: Result, setup: EngineConfig | None = None) -> None:
         request, video = self.handover.open.pop(result.request_id)
         self._happened()
         self.answered += 1
@@ -267,20 +270,20 @@ class Fleet:
 
     # ----------------------------------------------------------------------------------- what fails
 
-    def _died(self, lane: Lane, gone: Gone, when: str = "") -> None:
+    def _died(self, replica: Replica, gone: WorkerLost, when: str = "") -> None:
         """An engine is gone: what it held is run again, as suspects, or with half the slots if its
         memory was full."""
-        trial = lane.trial
-        queue = lane.queue
-        setup = lane.setup
+        trial = replica.trial
+        queue = replica.queue
+        setup = replica.setup
         code = CODES.get(gone.code, gone.code)
         why = gone.why + when
-        slots = setup.max_num_seqs if setup is not None else lane.slots
+        slots = setup.max_num_seqs if setup is not None else replica.slots
         full = code == "out_of_memory" and slots > 1
         if full:
             self._shrink(slots // 2)
             why += f"; from now on {slots // 2} rows at a time"
-        held = self._replace(lane)
+        held = self._replace(replica)
         names = tuple(request.request_id for request in held)
         self.deaths += 1
         if full and trial is not None and held:
@@ -294,19 +297,19 @@ class Fleet:
             raise RunError(f"the engine is gone: {why}, {self.barren} times in a row; {RESUMES}")
         self.handover.returned.extend(queue)
         queue.clear()
-        told = f"engine {lane.number} is replaced: {why}; {len(held)} requests run again"
+        told = f"engine {replica.number} is replaced: {why}; {len(held)} requests run again"
         print(told, file=sys.stderr, flush=True)
 
     def _shrink(self, slots: int) -> None:
         """In all engines: what was planned is too much for one of them."""
         self.waves.shrink(slots)
-        for lane in self.lanes:
-            lane.slots = min(lane.slots, slots)
+        for replica in self.replicas:
+            replica.slots = min(replica.slots, slots)
 
-    def _replace(self, lane: Lane) -> list[Planned]:
-        self.hands.kill(lane.engine)
-        held = lane.lost()
-        self.start(lane)
+    def _replace(self, replica: Replica) -> list[Planned]:
+        self.backend.kill(replica.engine)
+        held = replica.lost()
+        self.start(replica)
         return held
 
     def _blame(self, culprit: str, code: str, why: str) -> None:
@@ -332,19 +335,21 @@ class Fleet:
         now = time.monotonic()
         if (asleep := now - self.looked) > 5:  # the driver was stopped, or storage kept it waiting
             self.moved += asleep
-            for lane in self.lanes:
-                lane.alive += asleep
+            for replica in self.replicas:
+                replica.alive += asleep
         self.looked = now
-        for lane in self.lanes:
-            if not lane.up or not lane.held:
+        for replica in self.replicas:
+            if not replica.up or not replica.held:
                 continue
-            if now - lane.alive > self.job.engine_timeout:
+            if now - replica.alive > self.job.engine_timeout:
                 self._died(
-                    lane,
-                    Gone("engine_timeout", f"it had not moved for {self.job.engine_timeout:g} s"),
+                    replica,
+                    WorkerLost(
+                        "engine_timeout", f"it had not moved for {self.job.engine_timeout:g} s"
+                    ),
                 )
-            elif lane.beat is None and now - lane.asked > BEAT:
-                lane.asked, lane.beat = now, self.hands.pulse(lane.engine)
+            elif replica.beat is None and now - replica.asked > BEAT:
+                replica.asked, replica.beat = now, self.backend.pulse(replica.engine)
         if now - self.moved > self.job.stall_timeout:
             raise RunError(
                 f"nothing has moved for {self.job.stall_timeout:g} s: {self._stalled()}; {RESUMES}"
@@ -355,7 +360,7 @@ class Fleet:
 
     def _stalled(self) -> str:
         """Which stage waits, and for what."""
-        starting = [str(lane.number) for lane in self.lanes if not lane.up]
+        starting = [str(replica.number) for replica in self.replicas if not replica.up]
         stages = [
             (
                 self.intake.decoding,
@@ -364,4 +369,4 @@ class Fleet:
             (starting, f"engine {', '.join(starting)} waits for its start"),
             (not self.intake.finished, "the next headers are being read"),
         ]
-        return "; ".join(text for waits, text in stages if waits) + f"; {self.hands.free()}"
+        return "; ".join(text for waits, text in stages if waits) + f"; {self.backend.free()}"

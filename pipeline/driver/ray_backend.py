@@ -29,15 +29,15 @@ from ray.util.scheduling_strategies import (
 
 from pipeline.config import Job, model_path
 from pipeline.driver.backend import (
-    Gone,
+    WorkerLost,
 )
 from pipeline.driver.decode_task import Decode, decode_video
 from pipeline.records import (
     RESUMES,
+    EngineConfig,
     FramePlan,
     RequestError,
     RunError,
-    Setup,
     VideoInfo,
 )
 from std_core.cost_model.device_specs import device_at_hand
@@ -46,7 +46,7 @@ from std_core.types import Mode, Pace, Request, Result
 
 IDLE = 0.005  # s between two looks for a turn
 
-Load = Callable[
+EngineLoader = Callable[
     ..., Any
 ]  # (path, **settings) → an engine: something like `std_core.engine.engine.Engine`
 
@@ -70,12 +70,12 @@ class EngineActor:
         address: where the ranks of an engine find each other, if it has several.
     """
 
-    def __init__(self, load: Load, model: str, settings: dict[str, Any], address: str = ""):
+    def __init__(self, load: EngineLoader, model: str, settings: dict[str, Any], address: str = ""):
         # frames lie in the object store's shared memory, read-only; nobody writes to them
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self.engine = load(model_path(model), address=address, **settings)
         self.lines: dict[int, queue.SimpleQueue[Request | Pace]] = {}
-        self.setups: dict[int, Setup] = {}
+        self.setups: dict[int, EngineConfig] = {}
         self.passed = 0  # requests and results that came by
 
     def ready(self) -> str:
@@ -95,7 +95,7 @@ class EngineActor:
         pixels: np.ndarray,
         numbers: list[tuple[int, ...]],
         turn: int,
-        setup: Setup,
+        setup: EngineConfig,
     ) -> None:
         """Appends requests to a turn's line, each with those of the frames `pixels`, (T, height,
         width, 3) uint8, that are its own; before them the pace at which they are to be decoded, if
@@ -197,7 +197,7 @@ class Actors:
 
     @classmethod
     def start(
-        cls, load: Load, model: str, settings: dict[str, Any], options: dict[str, Any]
+        cls, load: EngineLoader, model: str, settings: dict[str, Any], options: dict[str, Any]
     ) -> Actors:
         """`settings["tensor_parallel_size"]` actors with the same model; `options`: Ray's, of
         each."""
@@ -231,15 +231,15 @@ class Actors:
 
 
 @dataclass(frozen=True)
-class RayHands:
-    """`pipeline.driver.backend.Hands` on a Ray cluster.
+class RayBackend:
+    """`pipeline.driver.backend.Backend` on a Ray cluster.
 
     Args:
         load, decoder: make engines and frames.
         options, settings: Ray's for a rank of an engine, and the rank's own but for its slots.
     """
 
-    load: Load
+    load: EngineLoader
     decoder: Decode
     job: Job
     options: dict[str, Any]
@@ -269,7 +269,7 @@ class RayHands:
         pixels: Any,
         numbers: list[tuple[int, ...]],
         turn: int,
-        setup: Setup,
+        setup: EngineConfig,
     ) -> Any:
         first, *_ = [
             actor.feed.remote(requests, pixels, numbers, turn, setup) for actor in engine.ranks
@@ -292,19 +292,23 @@ class RayHands:
                 raise RunError(
                     f"the engine is gone: it could not start: {_last_line(error)}; {RESUMES}"
                 ) from error
-            raise Gone("worker_killed", "its process died, killed or out of memory") from error
+            raise WorkerLost(
+                "worker_killed", "its process died, killed or out of memory"
+            ) from error
         except RayTaskError as error:
             raise _failed(error) from error
         except (WorkerCrashedError, OutOfMemoryError) as error:
-            raise Gone("crashed", f"its process died: {str(error).splitlines()[0]}") from error
+            raise WorkerLost(
+                "crashed", f"its process died: {str(error).splitlines()[0]}"
+            ) from error
         except RayError as error:
-            raise Gone("lost", str(error).splitlines()[0]) from error
+            raise WorkerLost("lost", str(error).splitlines()[0]) from error
 
     def following(self, stream: Any) -> Result:
         try:
             return self.get(next(stream))
         except StopIteration:
-            raise Gone("worker_killed", "it ended by itself") from None
+            raise WorkerLost("worker_killed", "it ended by itself") from None
 
     def kill(self, engine: Actors) -> None:
         engine.kill()
@@ -319,12 +323,14 @@ class RayHands:
         return f"free in the cluster: {free}; an engine asks for {asked}, a decoder for 1 CPU"
 
 
-def _failed(error: RayTaskError) -> Gone:
+def _failed(error: RayTaskError) -> WorkerLost:
     """What was raised in a task or an actor; a task whose argument could not be had is as if its
     own were lost."""
     if isinstance(error.cause, RequestError):
-        return Gone(error.cause.code, error.cause.message)
-    return Gone("lost" if isinstance(error.cause, RayError) else "worker_killed", _last_line(error))
+        return WorkerLost(error.cause.code, error.cause.message)
+    return WorkerLost(
+        "lost" if isinstance(error.cause, RayError) else "worker_killed", _last_line(error)
+    )
 
 
 def _last_line(error: Exception) -> str:

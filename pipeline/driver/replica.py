@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.driver.suspects import Group
-from pipeline.records import FramePlan, Frames, Planned, RequestError, Setup, Wave
+from pipeline.records import EngineConfig, FramePlan, Frames, Planned, RequestError, Wave
 from pipeline.video.windows import part, spans
 from std_core.types import Result
 
@@ -20,7 +20,7 @@ AHEAD = 3
 
 
 @dataclass(eq=False)
-class Turn:
+class WaveProgress:
     """A wave on its way: what is known of its requests that are answered."""
 
     wave: Wave
@@ -33,7 +33,7 @@ class Video:
     """Requests whose frames are decoded in one pass, from the plan until the last of them is
     answered."""
 
-    turn: Turn
+    turn: WaveProgress
     requests: list[Planned]
     plan: FramePlan  # of the pass
     nbytes: int  # of its frames as planned
@@ -64,7 +64,7 @@ class Video:
 
 def videos(wave: Wave) -> Iterator[Video]:
     """The wave's requests by what is decoded together, in its order."""
-    turn = Turn(wave, len(wave.requests))
+    turn = WaveProgress(wave, len(wave.requests))
     for span in spans(wave.requests):
         yield Video(
             turn,
@@ -76,7 +76,7 @@ def videos(wave: Wave) -> Iterator[Video]:
 
 
 @dataclass(eq=False)
-class Lane:
+class Replica:
     """The place of one engine, which outlives the engines that follow each other in it: videos of
     its waves are in `coming`, decoded requests in `queue` wait for it, those in `held` were handed
     to it, in that order, and are not answered yet."""
@@ -99,12 +99,12 @@ class Lane:
     answered: int = 0  # requests, by the engine that runs now
     retires: bool = False  # whether it is handed nothing more
     trial: Group | None = None  # suspects that it runs, and nobody else
-    setup: Setup | None = None  # with which the engine is handed requests
+    setup: EngineConfig | None = None  # with which the engine is handed requests
     turn: int = 0  # number of that setup among those with which anything has arrived
     arrived: bool = False  # whether anything has with this one
     coming: deque[Video] = field(default_factory=deque)
     queue: deque[Planned] = field(default_factory=deque)
-    held: dict[str, tuple[Planned, Setup]] = field(default_factory=dict)
+    held: dict[str, tuple[Planned, EngineConfig]] = field(default_factory=dict)
     decoding: int = 0  # requests whose video decodes for this lane
 
     @property
@@ -121,7 +121,7 @@ class Lane:
         """Requests that the engine may still be handed."""
         return max(0, HELD * self.slots - len(self.held)) if self.up else 0
 
-    def fitting(self, setup: Setup) -> Setup:
+    def fitting(self, setup: EngineConfig) -> EngineConfig:
         """The same in the slots that there are."""
         return replace(setup, max_num_seqs=min(setup.max_num_seqs, self.slots))
 
@@ -145,7 +145,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Flow:
+class RunSnapshot:
     """Where the requests are that have no row yet, and what engines did."""
 
     decoding: int = 0  # videos

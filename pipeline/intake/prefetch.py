@@ -31,7 +31,7 @@ class _Closed(Exception):
     """Nobody takes anything any longer."""
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """What `make` hands to its argument, at most `most` of it ahead of `take`. A context
     manager."""
 
@@ -63,7 +63,7 @@ class Ahead(Generic[T]):
         self._unwanted.set()
         self._thread.join(WAIT)
 
-    def __enter__(self) -> Ahead[T]:
+    def __enter__(self) -> Prefetcher[T]:
         return self
 
     def __exit__(

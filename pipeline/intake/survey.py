@@ -24,7 +24,7 @@ from pipeline.records import (
     RESUMES,
     RunError,
 )
-from std_core.cost_model.account import Account
+from std_core.cost_model.account import ModelSize
 from std_core.cost_model.profile import Device
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ START = "import sys; sys.path[0] = sys.argv[1]; from pipeline.intake.survey_proc
 
 
 @dataclass(frozen=True)
-class Facts:
+class JobFacts:
     """Of a job's model and input.
 
     Args:
@@ -52,7 +52,7 @@ class Facts:
 
     revision: str
     window: int
-    account: Account
+    account: ModelSize
     draws: bool
     device: Device
     input_schema: pa.Schema
@@ -68,10 +68,10 @@ class Closing:
 
 
 class Surveyor(Protocol):
-    """Who finds it out: `Apart`, or `pipeline.intake.survey_process.Here`. A context manager."""
+    """Who finds it out: `SubprocessSurvey`, or `pipeline.intake.survey_process.InProcessSurvey`. A context manager."""
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> JobFacts:
         """Raises UsageError for what is wrong with the model, the draft or the input, if making one
         has not."""
 
@@ -94,7 +94,7 @@ class Surveyor(Protocol):
         """Stops reading."""
 
 
-class Apart:
+class SubprocessSurvey:
     """A `Surveyor` in a process of its own, which does not outlive this one, and the `Source` that
     it begins. Where a video's headers end that process, another one reads the rest, and each
     video's in a process of its own first.
@@ -109,12 +109,12 @@ class Apart:
         self._rows = (b"", b"")
         self._handed_on = bytearray()
         self._begun = self._wary = False
-        self._facts: Facts | None = None
+        self._facts: JobFacts | None = None
         self._closing: Closing | None = None
         self._start()
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> JobFacts:
         """Waits for them, for seconds: the process loads what it needs."""
         if self._facts is None:
             self._facts = self._answer()
@@ -190,7 +190,7 @@ class Apart:
         self._tell((done + self._handed_on, failed))
         return []
 
-    def __enter__(self) -> Apart:
+    def __enter__(self) -> SubprocessSurvey:
         return self
 
     def __exit__(

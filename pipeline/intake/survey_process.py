@@ -13,7 +13,7 @@ import torch
 
 from pipeline.config import Job, draft_of, model_path
 from pipeline.intake import requests
-from pipeline.intake.prefetch import Ahead, Source
+from pipeline.intake.prefetch import Prefetcher, Source
 from pipeline.intake.requests import (
     Probed,
     Requests,
@@ -21,7 +21,7 @@ from pipeline.intake.requests import (
     manifest_of,
     window_of,
 )
-from pipeline.intake.survey import Closing, Facts
+from pipeline.intake.survey import Closing, JobFacts
 from pipeline.output.ledger import split
 from pipeline.records import (
     Found,
@@ -55,7 +55,7 @@ class Survey:
         here = device_at_hand("cuda" if torch.cuda.is_available() else "cpu")
         revision = self.checkpoint.revision
         account = self.checkpoint.account(job.dtype)
-        self.facts = Facts(
+        self.facts = JobFacts(
             revision, window, account, self.checkpoint.draws, here, manifest.input_schema
         )
         self._items = manifest.items
@@ -73,26 +73,26 @@ class Survey:
         self.closing = Closing(len(every.ids), len(every.ids & failed))
 
 
-class Here:
+class InProcessSurvey:
     """A `Surveyor` whose work is done by a thread of this process."""
 
     def __init__(self, job: Job, prompts: Sequence[str], probed: Probed = requests.probed):
         self._survey = Survey(job, prompts, probed)
         self.facts = self._survey.facts
-        self._ahead: Ahead[list[Found]] | None = None
+        self._ahead: Prefetcher[list[Found]] | None = None
 
     def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
         batches = self._survey.found(
             frozenset(done), frozenset(failed)
         )  # the sets may change meanwhile
-        self._ahead = Ahead(lambda put: _each(put, batches), MADE)
+        self._ahead = Prefetcher(lambda put: _each(put, batches), MADE)
         return self._ahead
 
     @property
     def closing(self) -> Closing:
         return self._survey.closing
 
-    def __enter__(self) -> Here:
+    def __enter__(self) -> InProcessSurvey:
         return self
 
     def __exit__(
@@ -149,7 +149,7 @@ def serve(pipe: int) -> None:
 
 def _survey(connection: Connection) -> None:
     job, prompts, wary = connection.recv()
-    with Here(job, prompts, isolated_probe.probed if wary else requests.probed) as here:
+    with InProcessSurvey(job, prompts, isolated_probe.probed if wary else requests.probed) as here:
         connection.send(here.facts)
         done, failed = map(split, connection.recv())
         found = here.begin(set(done), set(failed))

@@ -10,25 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pipeline.plan.history import History, draft_key
-from pipeline.plan.settings import Mix, Setting
-from pipeline.records import Candidate
-from std_core.cost_model.account import Account, Chances
-from std_core.cost_model.memory import Load, most_slots, terms
-from std_core.cost_model.profile import Accepted, Cost, Profile, Tried
+from pipeline.plan.settings import WaveConfig, WaveSummary
+from pipeline.records import DraftOption
+from std_core.cost_model.account import AcceptanceCurve, ModelSize
+from std_core.cost_model.memory import LongestRequest, most_slots, terms
+from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Profile
 from std_core.types import Draft, Pace
 
 GAIN = 1.05  # predicted, below which a draft is not worth its uncertainty
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
 LEVELS = 20  # classes of a first token's acceptance that a pace tells apart
 MEMORY = 0.9  # of a device's, that is planned with
-NONE = Chances((0.0,))  # of the dense loop
+NONE = AcceptanceCurve((0.0,))  # of the dense loop
 UNKNOWN = Accepted(2048, "caption", (80,), (20,))  # of a draft that was not calibrated
 USUAL = {"caption": 128.0, "question": 32.0}  # tokens written where nothing is known
 
 
 def choose(
-    mix: Mix, profile: Profile, history: History, setting: Setting, turn: int
-) -> tuple[Candidate, ...]:
+    mix: WaveSummary, profile: Profile, history: History, setting: WaveConfig, turn: int
+) -> tuple[DraftOption, ...]:
     """All ways to decode a wave, the chosen one first; none if not a single slot fits.
 
     Args: turn: number of the wave. One in `EVERY` takes a draft that would have been dropped, so
@@ -62,7 +62,9 @@ def choose(
     return *filter(None, [chosen]), *others
 
 
-def slots_of(load: Load, profile: Profile, setting: Setting, draft: Draft | None) -> int:
+def slots_of(
+    load: LongestRequest, profile: Profile, setting: WaveConfig, draft: Draft | None
+) -> int:
     """Slots that fit the device at such requests; 0 if none."""
     memory = MEMORY * profile.device.memory
     return most_slots(
@@ -76,12 +78,14 @@ def slots_of(load: Load, profile: Profile, setting: Setting, draft: Draft | None
     )
 
 
-def memory_of(load: Load, profile: Profile, draft: Draft | None, slots: int) -> dict[str, float]:
+def memory_of(
+    load: LongestRequest, profile: Profile, draft: Draft | None, slots: int
+) -> dict[str, float]:
     """Bytes by what they are for."""
     return terms(profile.account, load, slots, draft, _pair(profile, draft), profile.device.kind)
 
 
-def _pair(profile: Profile, draft: Draft | None) -> Account | None:
+def _pair(profile: Profile, draft: Draft | None) -> ModelSize | None:
     """The second model of a draft that has one, if it was calibrated."""
     return next(
         (t.pair for t in profile.drafts if draft and draft.model and t.draft.model == draft.model),
@@ -89,7 +93,7 @@ def _pair(profile: Profile, draft: Draft | None) -> Account | None:
     )
 
 
-def fallback(profile: Profile, setting: Setting) -> Draft | None:
+def fallback(profile: Profile, setting: WaveConfig) -> Draft | None:
     """The draft without which a wave cannot be; where there is a choice, decoding densely is always
     left."""
     if isinstance(setting.draft, Draft) or setting.draft is None:
@@ -97,13 +101,13 @@ def fallback(profile: Profile, setting: Setting) -> Draft | None:
     return None if profile.drafts else setting.default
 
 
-def _gains(candidates: list[Candidate], dense: Candidate | None) -> Iterator[Candidate]:
+def _gains(candidates: list[DraftOption], dense: DraftOption | None) -> Iterator[DraftOption]:
     """Relative to the dense loop; where that does not fit, to the slowest."""
     base = dense or max(candidates, key=lambda c: c.seconds, default=None)
     return (replace(c, gain=base.seconds / c.seconds) for c in candidates) if base else iter(())
 
 
-def _tried(draft: Draft, profile: Profile) -> Tried:
+def _tried(draft: Draft, profile: Profile) -> CalibratedDraft:
     """What is known of a draft, or of one that differs in how much it keeps; what was not
     calibrated is taken to run like the full model."""
     alike = [t for t in profile.drafts if _kind(t.draft) == _kind(draft)]
@@ -111,7 +115,9 @@ def _tried(draft: Draft, profile: Profile) -> Tried:
         (t for t in alike if draft_key(t.draft) == draft_key(draft)), alike[0] if alike else None
     )
     return (
-        replace(known, draft=draft) if known else Tried(draft, profile.full, (0.0, 0.0), (UNKNOWN,))
+        replace(known, draft=draft)
+        if known
+        else CalibratedDraft(draft, profile.full, (0.0, 0.0), (UNKNOWN,))
     )
 
 
@@ -120,8 +126,12 @@ def _kind(draft: Draft) -> Draft:
 
 
 def _best(
-    tried: Tried, mix: Mix, profile: Profile, history: History, setting: Setting
-) -> Candidate | None:
+    tried: CalibratedDraft,
+    mix: WaveSummary,
+    profile: Profile,
+    history: History,
+    setting: WaveConfig,
+) -> DraftOption | None:
     """With the γ that is expected to be fastest."""
     found = [
         c
@@ -133,7 +143,7 @@ def _best(
     return min(found, key=lambda c: c.seconds, default=None)
 
 
-def _each(tried: Tried, setting: Setting) -> list[Tried]:
+def _each(tried: CalibratedDraft, setting: WaveConfig) -> list[CalibratedDraft]:
     """A draft with every γ."""
     return [
         replace(tried, draft=replace(tried.draft, gamma=g))
@@ -143,7 +153,12 @@ def _each(tried: Tried, setting: Setting) -> list[Tried]:
 
 
 def _pace(
-    chosen: Candidate, mix: Mix, profile: Profile, history: History, setting: Setting, gate: bool
+    chosen: DraftOption,
+    mix: WaveSummary,
+    profile: Profile,
+    history: History,
+    setting: WaveConfig,
+    gate: bool,
 ) -> Pace:
     """What is fastest for any number of rows in a draft's slots and any acceptance, of every γ that
     they have room for and, if it has a gate, of dense steps. A second model, which a dense step
@@ -180,8 +195,12 @@ def _pace(
 
 
 def _weighed(
-    tried: Tried | None, mix: Mix, profile: Profile, history: History, setting: Setting
-) -> Candidate | None:
+    tried: CalibratedDraft | None,
+    mix: WaveSummary,
+    profile: Profile,
+    history: History,
+    setting: WaveConfig,
+) -> DraftOption | None:
     """What is expected of a draft, or of decoding densely; None if it does not fit."""
     draft, pair = (tried.draft, tried.pair) if tried else (None, None)
     slots = slots_of(mix.longest, profile, setting, draft)
@@ -208,7 +227,7 @@ def _weighed(
     round_s, read = step.round(tried, setting.strict)
     plain_s, plain = step.round(None, setting.strict)
     once = tried.once[0] + tried.once[1] * mix.context if tried else 0.0
-    return Candidate(
+    return DraftOption(
         draft,
         slots,
         acceptance=rate / mix.count,
@@ -223,34 +242,40 @@ def _weighed(
     )
 
 
-def _written(mix: Mix, profile: Profile, history: History, setting: Setting) -> float:
+def _written(mix: WaveSummary, profile: Profile, history: History, setting: WaveConfig) -> float:
     """Tokens of all requests."""
     return sum(
         count * expected_length(kind, profile, history, setting) for kind, count in mix.kinds
     )
 
 
-def expected_length(kind: str, profile: Profile, history: History, setting: Setting) -> float:
+def expected_length(kind: str, profile: Profile, history: History, setting: WaveConfig) -> float:
     """Tokens that such a prompt's text has: as seen in this run, as measured, or as is usual."""
     seen = history.length(kind) or dict(profile.lengths).get(kind) or USUAL[kind]
     return min(seen, float(setting.max_tokens))
 
 
 def _chances(
-    tried: Tried | None, mix: Mix, kind: str, history: History, setting: Setting
-) -> Chances:
+    tried: CalibratedDraft | None,
+    mix: WaveSummary,
+    kind: str,
+    history: History,
+    setting: WaveConfig,
+) -> AcceptanceCurve:
     if tried is None:
         return NONE
     return history.chances(tried.draft, kind) or tried.accepts(mix.context, kind, setting.drawn)
 
 
-def _expected(tried: Tried, mix: Mix, history: History, setting: Setting) -> Chances:
+def _expected(
+    tried: CalibratedDraft, mix: WaveSummary, history: History, setting: WaveConfig
+) -> AcceptanceCurve:
     """Of all kinds of prompts together."""
     each = [
         (_chances(tried, mix, kind, history, setting=setting), count) for kind, count in mix.kinds
     ]
     places = range(max(len(chances.by_place) for chances, _ in each))
-    return Chances(
+    return AcceptanceCurve(
         tuple(
             sum(chances.at(place) * count for chances, count in each) / mix.count
             for place in places
@@ -264,12 +289,12 @@ class Steps:
     with noise, which each token's scores take time for, those of a lookup excepted."""
 
     profile: Profile
-    mix: Mix
+    mix: WaveSummary
     rows: int
     grown: float
     drawn: bool = False
 
-    def round(self, tried: Tried | None, strict: int = 0) -> tuple[float, float]:
+    def round(self, tried: CalibratedDraft | None, strict: int = 0) -> tuple[float, float]:
         """Seconds and bytes of γ draft steps and the verification of γ + 1 tokens; of a dense step
         without a draft."""
         gamma = tried.draft.gamma if tried else 0
@@ -288,7 +313,7 @@ class Steps:
             read / self.profile.device.bandwidth, self.rows * width, entries * width
         ), read
 
-    def _draft(self, tried: Tried) -> tuple[float, float]:
+    def _draft(self, tried: CalibratedDraft) -> tuple[float, float]:
         draft = tried.draft
         account = tried.pair or self.profile.account
         if draft.policy == "ngram":

@@ -12,9 +12,9 @@ from typing import Any
 from pipeline.plan.choose import choose
 from pipeline.plan.history import History
 from pipeline.plan.profile_file import provenance
-from pipeline.plan.settings import Mix, Setting
+from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import (
-    Candidate,
+    DraftOption,
     Failed,
     Wave,
 )
@@ -34,7 +34,7 @@ class Outlook:
     """What the times in a plan are made from. `price`: of an hour of one engine's machine."""
 
     profile: Profile
-    setting: Setting
+    setting: WaveConfig
     price: float | None = None
 
 
@@ -167,8 +167,8 @@ def _elsewhere(waves: Sequence[Wave], outlook: Outlook) -> dict[str, list[float]
     return found
 
 
-def _chosen(wave: Wave, profile: Profile, setting: Setting) -> Wave | None:
-    ways = choose(Mix.of(wave.requests, setting), profile, History(), setting, 0)
+def _chosen(wave: Wave, profile: Profile, setting: WaveConfig) -> Wave | None:
+    ways = choose(WaveSummary.of(wave.requests, setting), profile, History(), setting, 0)
     return replace(wave, why=ways) if ways else None
 
 
@@ -198,7 +198,7 @@ def _bucket(waves: Sequence[Wave], profile: Profile) -> dict[str, Any]:
     }
 
 
-def _candidate(way: Candidate) -> dict[str, Any]:
+def _candidate(way: DraftOption) -> dict[str, Any]:
     return {
         "draft": name_of(way.draft),
         "gammas": [way.pace.least, way.pace.most] if way.pace else [],

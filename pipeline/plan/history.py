@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pipeline.records import Wave
-from std_core.cost_model.account import Chances, chances, judged
+from std_core.cost_model.account import AcceptanceCurve, chances, count_accepted_rejected
 from std_core.types import Draft, Result
 
 ROUNDS = 3  # of decoding, below which a wave says nothing about its draft
@@ -43,7 +43,7 @@ class History:
     """
 
     waves: int = 0
-    accepts: Mapping[Key, tuple[Chances, ...]] = field(default_factory=dict)
+    accepts: Mapping[Key, tuple[AcceptanceCurve, ...]] = field(default_factory=dict)
     speeds: Seen = field(default_factory=dict)
     lengths: Seen = field(default_factory=dict)
 
@@ -63,20 +63,22 @@ class History:
             lengths = _with(lengths, (kind,), statistics.fmean(len(r.token_ids) for r in some))
             # dense rounds of a wave that drafts judge nothing
             if wave.draft is not None and min(_rounds(some), _judged(some)) >= ROUNDS:
-                accepts = _with(accepts, (draft_key(wave.draft), kind), chances(*judged(some)))
+                accepts = _with(
+                    accepts, (draft_key(wave.draft), kind), chances(*count_accepted_rejected(some))
+                )
         expected = sum(_foretold(r, wave) for r in good)
         spent = sum(r.decode_s for r in good)
         if _rounds(good) >= ROUNDS and expected > 0 and spent > 0:
             speeds = _with(speeds, (draft_key(wave.draft),), spent / expected)
         return replace(self, accepts=accepts, speeds=speeds, lengths=lengths)
 
-    def chances(self, draft: Draft, kind: str) -> Chances | None:
+    def chances(self, draft: Draft, kind: str) -> AcceptanceCurve | None:
         """Of a draft, median by median; None if it has not been seen on such prompts."""
         seen = self.accepts.get((draft_key(draft), kind))
         if not seen:
             return None
         places = max(len(one.by_place) for one in seen)
-        return Chances(
+        return AcceptanceCurve(
             tuple(statistics.median(one.at(place) for one in seen) for place in range(places))
         )
 

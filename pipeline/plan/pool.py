@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pipeline.intake.prefetch import Source
 from pipeline.plan.history import History
-from pipeline.plan.settings import Setting
+from pipeline.plan.settings import WaveConfig
 from pipeline.plan.waves import misfit, plan
 from pipeline.records import (
     Failed,
@@ -45,7 +45,7 @@ class Pool:
         failed: Callable[[Failed], None],
         handed: Callable[[Wave], None],
         profile_on: Callable[[Device], Profile],
-        setting: Setting,
+        setting: WaveConfig,
     ):
         self._found = found
         self._failed = failed
@@ -156,7 +156,7 @@ class Pool:
 
 
 def fitting(
-    found: Sequence[Planned], profile: Profile, setting: Setting
+    found: Sequence[Planned], profile: Profile, setting: WaveConfig
 ) -> Iterator[Planned | Failed]:
     """As `Pool` has it, of requests that are all there. Raises UsageError where none fits the
     device."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipeline import storage
 from pipeline.records import RequestError, UsageError
-from std_core.cost_model.account import Account
+from std_core.cost_model.account import ModelSize
 from std_core.cost_model.device_specs import unmeasured
 from std_core.cost_model.profile import Device, Profile, from_json, to_json
 from std_core.types import Draft
@@ -47,7 +47,7 @@ def check(profile: Profile, uri: str, model: str, dtype: str, device: Device) ->
         raise UsageError(f"--profile {uri!r} is {what}: jobs/calibrate.py measures what is at hand")
 
 
-def profile_for(uri: str, model: str, dtype: str, account: Account, at_hand: Device) -> Profile:
+def profile_for(uri: str, model: str, dtype: str, account: ModelSize, at_hand: Device) -> Profile:
     """What was measured, or without a profile what is published of the device at hand.
 
     Args:

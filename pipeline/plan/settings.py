@@ -10,14 +10,14 @@ from typing import Literal
 from pipeline.config import Job
 from pipeline.plan.history import kind_of
 from pipeline.records import Planned
-from std_core.cost_model.memory import Draws, Load
+from std_core.cost_model.memory import LongestRequest, SamplingMode
 from std_core.types import Draft
 
 STANDARD = Draft()
 
 
 @dataclass(frozen=True)
-class Setting:
+class WaveConfig:
     """What a job says of its waves.
 
     Args:
@@ -26,7 +26,7 @@ class Setting:
         default: in the place of a choice where there is nothing to choose from.
         engines: that share the work.
         strict: tokens that each verification is padded to, if any.
-        draws: how tokens are drawn, as `Load` has it.
+        draws: how tokens are drawn, as `LongestRequest` has it.
     """
 
     max_num_seqs: int = 8
@@ -36,14 +36,14 @@ class Setting:
     default: Draft = STANDARD
     engines: int = 1
     strict: int = 0
-    draws: Draws = "greedy"
+    draws: SamplingMode = "greedy"
 
     @property
     def drawn(self) -> bool:
         return self.draws != "greedy"
 
 
-def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
+def wave_config_of(job: Job, draft: Draft | None, drawn: bool = False) -> WaveConfig:
     """A job's setting.
 
     Args: draft: as `draft_of` has it; a choice is left where `--draft` is `auto` and no number of a
@@ -52,7 +52,7 @@ def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
     given = (job.gamma, job.keep, job.k) != (None, None, None)
     greedy = not drawn if job.temperature is None else job.temperature == 0
     free = job.draft == "auto" and job.mode == "std" and not given
-    return Setting(
+    return WaveConfig(
         job.max_num_seqs,
         job.max_tokens,
         draft="auto" if free else draft,
@@ -63,7 +63,7 @@ def setting_of(job: Job, draft: Draft | None, drawn: bool = False) -> Setting:
 
 
 @dataclass(frozen=True)
-class Mix:
+class WaveSummary:
     """A wave's requests in sums: means in tokens, kinds of prompt with their numbers. `longest` has
     the most visual tokens of any and the most text of any, since each of the two stores is as long
     as its longest row."""
@@ -72,11 +72,11 @@ class Mix:
     context: float
     visual: float
     videos: int
-    longest: Load
+    longest: LongestRequest
     kinds: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, requests: Sequence[Planned], setting: Setting) -> Mix:
+    def of(cls, requests: Sequence[Planned], setting: WaveConfig) -> WaveSummary:
         count = len(requests)
         visual = max(r.plan.tokens for r in requests)
         text = max(r.context - r.plan.tokens for r in requests)
@@ -94,12 +94,12 @@ class Mix:
         )
 
 
-def load_of(request: Planned, setting: Setting) -> Load:
+def load_of(request: Planned, setting: WaveConfig) -> LongestRequest:
     return _load(request.context, request.plan.tokens, setting)
 
 
-def _load(context: int, visual: int, setting: Setting) -> Load:
-    return Load(
+def _load(context: int, visual: int, setting: WaveConfig) -> LongestRequest:
+    return LongestRequest(
         context,
         visual=visual,
         written=setting.max_tokens,

@@ -12,12 +12,12 @@ from itertools import islice
 
 from pipeline.plan.choose import MEMORY, choose, fallback, memory_of, slots_of
 from pipeline.plan.history import History
-from pipeline.plan.settings import Mix, Setting, load_of
+from pipeline.plan.settings import WaveConfig, WaveSummary, load_of
 from pipeline.records import Planned, RequestError, UsageError, Wave
-from std_core.cost_model.memory import Load, total
+from std_core.cost_model.memory import LongestRequest, total
 from std_core.cost_model.profile import Profile
 
-__all__ = ["HALF", "LIKE", "WAVE", "History", "Setting", "cut", "misfit", "plan"]
+__all__ = ["HALF", "LIKE", "WAVE", "History", "WaveConfig", "cut", "misfit", "plan"]
 
 WAVE = 16  # × slots requests in a wave at most, unless one video alone has more
 HALF = 8  # × slots: from here on a wave ends where contexts grow much shorter
@@ -30,7 +30,7 @@ def plan(
     history: History,
     idle_engines: int,
     closed: bool,
-    setting: Setting,
+    setting: WaveConfig,
 ) -> tuple[Wave, ...]:
     """Waves for idle engines, longest contexts first.
 
@@ -64,7 +64,7 @@ def plan(
         while parts and len(waves) < idle_engines:
             part = parts.pop()
             ways = choose(
-                Mix.of(part, setting), profile, history, setting, history.waves + len(waves)
+                WaveSummary.of(part, setting), profile, history, setting, history.waves + len(waves)
             )
             if ways:
                 waves.append(Wave(tuple(part), ways[0].slots, ways[0].draft, ways))
@@ -73,14 +73,14 @@ def plan(
     return tuple(waves)
 
 
-def misfit(request: Planned, profile: Profile, setting: Setting) -> RequestError | None:
+def misfit(request: Planned, profile: Profile, setting: WaveConfig) -> RequestError | None:
     """Why a request can be in no wave; None if it can."""
     if slots_of(load_of(request, setting), profile, setting, fallback(profile, setting)):
         return None
     return RequestError("out_of_memory", advice(request, profile, setting))
 
 
-def advice(request: Planned, profile: Profile, setting: Setting) -> str:
+def advice(request: Planned, profile: Profile, setting: WaveConfig) -> str:
     """What would make a request fit, in one sentence."""
     draft = fallback(profile, setting)
     needs = memory_of(load_of(request, setting), profile, draft, slots=1)
@@ -142,6 +142,6 @@ def _by_video(pool: Sequence[Planned]) -> list[list[Planned]]:
     return sorted(groups.values(), key=lambda group: -max(r.context for r in group))
 
 
-def _fitting(profile: Profile, setting: Setting) -> Callable[[Load], bool]:
+def _fitting(profile: Profile, setting: WaveConfig) -> Callable[[LongestRequest], bool]:
     draft = fallback(profile, setting)
     return cache(lambda load: slots_of(load, profile, setting, draft) > 0)

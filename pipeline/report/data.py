@@ -24,7 +24,7 @@ BINS = 60  # of a plot over time
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReportData:
     """What a report tells of: the rows of the last job, which is the last run and those that it
     went on from.
 
@@ -117,7 +117,7 @@ class Facts:
         return sum(lengths.values()) / 3600
 
 
-def gather(output: str, price: float | None = None) -> Facts:
+def gather(output: str, price: float | None = None) -> ReportData:
     """Reads an output. Raises UsageError where there is none, RequestError."""
     table = parts.read(output)
     last = last_stretch(runs(output))
@@ -126,7 +126,7 @@ def gather(output: str, price: float | None = None) -> Facts:
     if last:  # clocks may differ by a second between what wrote the row and what began the run
         since = pa.scalar(int((last[0].began - 1) * 1e6), pa.timestamp("us", tz="UTC"))
         table = table.filter(pc.greater_equal(table["created_at"], since))
-    return Facts(
+    return ReportData(
         storage.redact(output),
         table=table,
         runs=last,
@@ -151,18 +151,18 @@ def _summary(output: str) -> Mapping[str, Any]:
 # ---------------------------------------------------------------------------------------- over time
 
 
-def edges(facts: Facts) -> np.ndarray:
+def edges(facts: ReportData) -> np.ndarray:
     """Borders of equal stretches of time, in seconds; none is shorter than a second."""
     return np.linspace(0.0, facts.span, 1 + int(np.clip(facts.span, 1, BINS)))
 
 
-def per_second(facts: Facts, weights: np.ndarray) -> np.ndarray:
+def per_second(facts: ReportData, weights: np.ndarray) -> np.ndarray:
     """What came per second in each stretch of time, booked when the row was there."""
     borders = edges(facts)
     return np.histogram(facts.ends, borders, weights=weights)[0] / np.diff(borders)
 
 
-def busy(facts: Facts) -> np.ndarray:
+def busy(facts: ReportData) -> np.ndarray:
     """(3, stretches): share of the engines' time by phase, as late as it can have been: work on a
     row was done before the row was there, and engines do no more than a second's work in a
     second."""
@@ -213,7 +213,7 @@ class Bucket:
         return self.tokens / self.seconds[2] if self.seconds[2] else 0.0
 
 
-def buckets(facts: Facts) -> list[Bucket]:
+def buckets(facts: ReportData) -> list[Bucket]:
     """Of the rows that have a text, by context length and draft, shortest first."""
     context = np.maximum(facts.context[facts.good], 1)
     longest = 2 ** np.ceil(np.log2(context)).astype(np.int64)
@@ -222,7 +222,7 @@ def buckets(facts: Facts) -> list[Bucket]:
     return [_bucket(facts, *key, (longest == key[0]) & (drafts == key[1])) for key in keys]
 
 
-def _bucket(facts: Facts, longest: int, draft: str, among: np.ndarray) -> Bucket:
+def _bucket(facts: ReportData, longest: int, draft: str, among: np.ndarray) -> Bucket:
     tokens, rounds, proposed, accepted = (
         facts.real(name)[facts.good][among]
         for name in ("num_generated_tokens", "rounds", "proposed", "accepted")

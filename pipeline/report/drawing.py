@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter, FuncFormatter
 
-from pipeline.report.data import Facts
+from pipeline.report.data import ReportData
 
 INK = "#33404d"
 GRID = "#d9dfe5"
@@ -64,7 +64,7 @@ def panels(height: float, rows: int) -> tuple[Figure, tuple[Any, ...]]:
     return figure, tuple(axes[:, 0])
 
 
-def times(facts: Facts, seconds: np.ndarray) -> tuple[np.ndarray, str]:
+def times(facts: ReportData, seconds: np.ndarray) -> tuple[np.ndarray, str]:
     """Times in a unit that fits, and the axis' label."""
     when = datetime.fromtimestamp(facts.began, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     unit, length = (

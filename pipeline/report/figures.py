@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from pipeline.report import data as data
-from pipeline.report.data import Facts
+from pipeline.report.data import ReportData
 from pipeline.report.drawing import (
     COLOURS,
     DRAFTS,
@@ -27,7 +27,7 @@ from pipeline.report.progress import number as said
 from pipeline.report.runs import SAMPLE
 
 
-def plots(facts: Facts) -> list[Plot]:
+def plots(facts: ReportData) -> list[Plot]:
     """All that the facts allow, in the order of the page."""
     draw = (throughput, engine, waves, acceptance, speedup, phases, failures, cost)
     with mpl.rc_context({**mpl.rcParamsDefault, **STYLE}):
@@ -37,7 +37,7 @@ def plots(facts: Facts) -> list[Plot]:
 # ---------------------------------------------------------------------------------------- over time
 
 
-def throughput(facts: Facts) -> Plot:
+def throughput(facts: ReportData) -> Plot:
     """Tokens a second, and requests a minute by what became of them."""
     name = "throughput"
     title = "Throughput over time"
@@ -69,7 +69,7 @@ def throughput(facts: Facts) -> Plot:
     return Plot(name, title, look, svg(figure, name))
 
 
-def engine(facts: Facts) -> Plot:
+def engine(facts: ReportData) -> Plot:
     """Busy and idle, and the frames that wait."""
     name = "engine"
     title = "Engine busy and idle"
@@ -100,7 +100,7 @@ def engine(facts: Facts) -> Plot:
     return Plot(name, title, look, svg(figure, name))
 
 
-def _frames(facts: Facts, axes: Axes) -> None:
+def _frames(facts: ReportData, axes: Axes) -> None:
     """Bytes of frames in flight, of each run, and how many there may be."""
     for number, run in enumerate(facts.runs):
         samples = np.array(run.samples, float).reshape(-1, len(SAMPLE))
@@ -124,7 +124,7 @@ def _frames(facts: Facts, axes: Axes) -> None:
     legend(axes)
 
 
-def waves(facts: Facts) -> Plot:
+def waves(facts: ReportData) -> Plot:
     """Context lengths, wave by wave."""
     name = "waves"
     title = "Context lengths against waves"
@@ -163,7 +163,7 @@ def waves(facts: Facts) -> Plot:
 # --------------------------------------------------------------------------------------- by context
 
 
-def acceptance(facts: Facts) -> Plot:
+def acceptance(facts: ReportData) -> Plot:
     """Accepted share of the drafted tokens, by class of context lengths."""
     name = "acceptance"
     title = "Acceptance by bucket of context length"
@@ -208,7 +208,7 @@ def acceptance(facts: Facts) -> Plot:
     return Plot(name, title, look, svg(figure, name))
 
 
-def speedup(facts: Facts) -> Plot:
+def speedup(facts: ReportData) -> Plot:
     """What drafting gained over dense decoding, against what it could gain at most."""
     name = "speedup"
     title = "Speed-up against its bound"
@@ -259,7 +259,7 @@ def _no_speedup(found: list[data.Bucket]) -> str:
     )
 
 
-def phases(facts: Facts) -> Plot:
+def phases(facts: ReportData) -> Plot:
     """Where the engine's time went, by class of context lengths."""
     name = "phases"
     title = "Shares of vision, prefill and decoding"
@@ -303,7 +303,7 @@ def phases(facts: Facts) -> Plot:
 # ----------------------------------------------------------------------------------- failures, cost
 
 
-def failures(facts: Facts) -> Plot:
+def failures(facts: ReportData) -> Plot:
     """Error rows by code."""
     name = "failures"
     title = "Failures by code"
@@ -327,7 +327,7 @@ def failures(facts: Facts) -> Plot:
     return Plot(name, title, look, svg(figure, name))
 
 
-def cost(facts: Facts) -> Plot:
+def cost(facts: ReportData) -> Plot:
     """What the machines' hours were spent on."""
     name = "cost"
     title = "Cost"

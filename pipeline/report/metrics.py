@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from pipeline.driver.replica import Flow
+from pipeline.driver.replica import RunSnapshot
 from pipeline.report.tally import (
     Tally,
 )
@@ -76,7 +76,7 @@ class Metrics:
         }
         self._published: dict[tuple[str, ...], float] = {}
 
-    def publish(self, tally: Tally, flow: Flow, written: int) -> None:
+    def publish(self, tally: Tally, flow: RunSnapshot, written: int) -> None:
         """Brings counters up to the sums and sets gauges."""
         sums = {
             "requests_done": tally.done,

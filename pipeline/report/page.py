@@ -10,7 +10,7 @@ import math
 from pipeline import storage
 from pipeline.records import UsageError
 from pipeline.report import data
-from pipeline.report.data import Facts
+from pipeline.report.data import ReportData
 from pipeline.report.drawing import Plot
 from pipeline.report.figures import plots
 from pipeline.report.progress import duration, number
@@ -42,7 +42,7 @@ td { overflow-wrap: anywhere; min-width: 4rem; }
 """
 
 
-def write_report(output: str, price: float | None = None) -> tuple[str, Facts]:
+def write_report(output: str, price: float | None = None) -> tuple[str, ReportData]:
     """Puts `_report.html` into an output folder.
 
     Args:
@@ -63,7 +63,7 @@ def write_report(output: str, price: float | None = None) -> tuple[str, Facts]:
     return uri, facts
 
 
-def page(facts: Facts) -> str:
+def page(facts: ReportData) -> str:
     """The whole page."""
     body = [
         f"<h1>{text(facts.output)}</h1>",
@@ -88,7 +88,7 @@ def page(facts: Facts) -> str:
 # -------------------------------------------------------------------------------------------- words
 
 
-def headline(facts: Facts) -> str:
+def headline(facts: ReportData) -> str:
     """How many, how fast, what failed and why, and what drafting gained."""
     rows = facts.table.num_rows
     good = int(facts.good.sum())
@@ -115,7 +115,7 @@ def _pace(per_second: float) -> str:
     )
 
 
-def _failed(facts: Facts) -> str:
+def _failed(facts: ReportData) -> str:
     found = facts.failures
     if not found:
         return "None failed."
@@ -124,7 +124,7 @@ def _failed(facts: Facts) -> str:
     return f"{sum(found.values()):,} failed: {named}{more}."
 
 
-def _gain(facts: Facts) -> str:
+def _gain(facts: ReportData) -> str:
     rounds = facts.real("rounds").sum()
     accepted = facts.real("accepted").sum()
     if not facts.real("proposed").sum():
@@ -136,7 +136,7 @@ def _gain(facts: Facts) -> str:
     )
 
 
-def _behind(facts: Facts) -> str:
+def _behind(facts: ReportData) -> str:
     """What the page covers."""
     rows, errors = facts.everything
     said = []
@@ -159,7 +159,7 @@ def _behind(facts: Facts) -> str:
     return " ".join(said)
 
 
-def _tiles(facts: Facts) -> str:
+def _tiles(facts: ReportData) -> str:
     good = int(facts.good.sum())
     written = facts.real("num_generated_tokens").sum()
     spoken = facts.hours

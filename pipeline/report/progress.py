@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from pipeline.driver.replica import Flow
+from pipeline.driver.replica import RunSnapshot
 from pipeline.intake.prefetch import Source
 from pipeline.records import RequestError, Wave
 from pipeline.report.metrics import Instruments, Metrics
@@ -50,7 +50,7 @@ class Watch:
         self._clock = clock
         self._began = clock()
         self.tally = Tally()
-        self.flow = Flow()
+        self.flow = RunSnapshot()
         self._log = RunLog(output, dict(about))
         self._written = written
         self._screen = Screen(console or Console(file=sys.stderr))
@@ -96,7 +96,7 @@ class Watch:
         self._metrics = Metrics(instruments)
         self._log.save("running", self._seconds())
 
-    def look(self, flow: Flow) -> None:
+    def look(self, flow: RunSnapshot) -> None:
         """To be called at every turn of the driver, about once a second."""
         self.flow = flow
         self._log.sample(self._seconds(), self.tally, flow)
@@ -230,7 +230,7 @@ class Screen:
             self._bar.stop()
 
 
-def _places(flow: Flow) -> str:
+def _places(flow: RunSnapshot) -> str:
     started = flow.engines > 0
     places = [
         (flow.decoding, "videos decoding"),

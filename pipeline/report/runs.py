@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import storage
-from pipeline.driver.replica import Flow
+from pipeline.driver.replica import RunSnapshot
 from pipeline.records import Wave
 from pipeline.report.tally import (
     Tally,
@@ -54,7 +54,7 @@ class RunLog:
         when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self.began))
         self._uri = storage.join(self.output, FOLDER, f"{when}-{uuid.uuid4().hex[:8]}.json")
 
-    def sample(self, second: float, tally: Tally, flow: Flow, last: bool = False) -> None:
+    def sample(self, second: float, tally: Tally, flow: RunSnapshot, last: bool = False) -> None:
         """Takes a sample if it is time for one; `last` takes it anyway."""
         if self.samples and second - self.samples[-1][0] < self._every and not last:
             return

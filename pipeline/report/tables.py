@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline import storage
-from pipeline.report.data import PHASES, Facts
+from pipeline.report.data import PHASES, ReportData
 from pipeline.report.progress import duration
 
 # rows in the tables at most
@@ -22,7 +22,7 @@ FAILED = 25
 SAMPLED = 12
 
 
-def tables(facts: Facts) -> Iterable[tuple[str, str, str]]:
+def tables(facts: ReportData) -> Iterable[tuple[str, str, str]]:
     """Title, note and table; empty ones are left out."""
     if bad := facts.table.num_rows - int(facts.good.sum()):
         shown = "All of them" if bad <= FAILED else f"{FAILED} of {bad:,}, some of each code"
@@ -100,7 +100,7 @@ def _sample(rows: Sequence[dict[str, Any]]) -> str:
     ])  # fmt: skip
 
 
-def _runs(facts: Facts) -> str:
+def _runs(facts: ReportData) -> str:
     head = ("began, UTC", "#took", "#engines", "device", "model", "draft", "outcome")
     outcome = {"running": "killed, or still running"}
     return _table(head, [

@@ -27,7 +27,7 @@ class DecodeError(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class DecodeJob:
     """One attempt. Filled by `pipeline.video.frames`; plain values, since it travels as JSON."""
 
     source: str  # absolute local path, or URL where `remote`
@@ -58,7 +58,7 @@ class Sink:
         shows: per planned time, in order, the number of its frame, or -1 where it is lost.
     """
 
-    def __init__(self, memory: int, job: Job):
+    def __init__(self, memory: int, job: DecodeJob):
         self.memory = memory
         self.shape = (job.height, job.width, 3)
         self.room = len(job.times)

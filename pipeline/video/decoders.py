@@ -1,7 +1,7 @@
 """The decoders, as they run inside a decoding process (`pipeline.video.sandbox`): frames of planned
 times, resized as they come.
 
-A decoder is a function of a `Job` that tells a `Sink`, planned time by planned time, which frame is
+A decoder is a function of a `DecodeJob` that tells a `Sink`, planned time by planned time, which frame is
 shown then: the last one that begins no later; where that frame is missing or damaged, the time is
 lost. At most one group of frames is held at full size. Storage is imported for remote files only.
 
@@ -26,7 +26,7 @@ from pipeline.video.containers import (
     sniff,
     video_stream,
 )
-from pipeline.video.decode_job import DecodeError, Job, Sink, resize
+from pipeline.video.decode_job import DecodeError, DecodeJob, Sink, resize
 from pipeline.video.pyav_reader import INDEXED, read_through
 
 GROUP_BYTES = 64 << 20  # full-size frames that decord hands over at once
@@ -34,7 +34,7 @@ SMALL = 4 * BLOCK  # bytes; a remote file as small as this is downloaded, whatev
 _OPEN = frozenset(("h264", "hevc"))  # codecs in which a key frame need not be a clean start
 
 
-def with_decord(job: Job, sink: Sink) -> None:
+def with_decord(job: DecodeJob, sink: Sink) -> None:
     """Frames through decord, for whole files that it reads rightly: one frame that it would have to
     make up, or that it does not find, fails the attempt."""
     import decord  # here, so that a decord that does not load costs an attempt, not the process
@@ -47,7 +47,7 @@ def with_decord(job: Job, sink: Sink) -> None:
         raise DecodeError("decode_error", "it met frames that it could not decode") from error
 
 
-def _whole(reader: Any, job: Job, sink: Sink) -> None:
+def _whole(reader: Any, job: DecodeJob, sink: Sink) -> None:
     begins, ends = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64).T
     begins, ends = begins - begins[0], ends - begins[0]
     if job.times[-1] > ends[-1] + 1 / job.fps:
@@ -81,7 +81,7 @@ def _fit_for_decord(path: str) -> None:
             raise DecodeError("unsuited", "it shows what an edit list hides")
 
 
-def with_pyav(job: Job, sink: Sink) -> None:
+def with_pyav(job: DecodeJob, sink: Sink) -> None:
     """Frames through PyAV, from a local path or, in pieces, from object storage; what is damaged is
     passed over.
 
@@ -98,7 +98,7 @@ def with_pyav(job: Job, sink: Sink) -> None:
         read_through(reader, _known(job.source, reader), job, sink)
 
 
-def download(job: Job, _sink: Sink) -> None:
+def download(job: DecodeJob, _sink: Sink) -> None:
     """Copies a remote file to `job.target`, and no more of it than its size when it was probed."""
     storage = importlib.import_module("pipeline.storage")
     left = job.size_bytes

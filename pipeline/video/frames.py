@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline import storage
 from pipeline.records import ERROR_CODES, FramePlan, Frames, RequestError, VideoInfo
-from pipeline.video.decode_job import DecodeError, Job
+from pipeline.video.decode_job import DecodeError, DecodeJob
 from pipeline.video.frame_plan import plan_frames
 from pipeline.video.sandbox import Outcome, give_worker, take_worker
 
@@ -73,7 +73,7 @@ def decode(
     name = storage.shown(uri)
     run = _Run(plan, limits, time.monotonic() + limits.deadline * plan.windows, name)
     order = decoders or DECODERS
-    job = Job(
+    job = DecodeJob(
         source=local or uri,
         remote=local is None,
         times=plan.times,
@@ -100,7 +100,7 @@ def decode(
     )
 
 
-def _remote(run: _Run, job: Job, order: dict[str, str]) -> tuple[str, Outcome] | None:
+def _remote(run: _Run, job: DecodeJob, order: dict[str, str]) -> tuple[str, Outcome] | None:
     """In pieces if that is enough, else by a copy on the local disk."""
     pieces = {label: decoder for label, decoder in order.items() if label == "pyav"}
     if won := run.first_good(job, pieces, more=True):
@@ -135,7 +135,7 @@ class _Run:
         return max(0.0, self.ends - time.monotonic())
 
     def first_good(
-        self, job: Job, order: dict[str, str], more: bool = False
+        self, job: DecodeJob, order: dict[str, str], more: bool = False
     ) -> tuple[str, Outcome] | None:
         """The first decoder's result that is good enough; `more` if further attempts follow
         these."""
@@ -147,7 +147,7 @@ class _Run:
             self._note(label, *outcome.error)
         return None
 
-    def attempt(self, decoder: str, job: Job, seconds: float) -> Outcome:
+    def attempt(self, decoder: str, job: DecodeJob, seconds: float) -> Outcome:
         try:
             worker = take_worker()
         except DecodeError as error:

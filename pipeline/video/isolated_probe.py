@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 
 from pipeline import storage
 from pipeline.records import RequestError, VideoInfo
-from pipeline.video.decode_job import Job
+from pipeline.video.decode_job import DecodeJob
 from pipeline.video.probe import probe
 from pipeline.video.sandbox import give_worker, take_worker
 
@@ -28,7 +28,7 @@ def probed(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
 def _probe(uri: str) -> VideoInfo | RequestError:
     worker = take_worker()
     # as if it were remote: the worker then has storage loaded, once for all its attempts
-    job = Job(
+    job = DecodeJob(
         uri,
         remote=True,
         times=(),

@@ -22,7 +22,7 @@ from pipeline.video.containers import (
     sniff,
     video_stream,
 )
-from pipeline.video.decode_job import Job, Sink
+from pipeline.video.decode_job import DecodeJob, Sink
 
 MAX_FRAME_PIXELS = (
     1 << 26
@@ -58,7 +58,7 @@ def probe(uri: str) -> VideoInfo:
             raise _broken(reader, demuxer, container, file.size, name=name) from error
 
 
-def try_headers(job: Job, sink: Sink) -> None:
+def try_headers(job: DecodeJob, sink: Sink) -> None:
     """As a decoder of no frame, in a process of its own: only whether it comes back is of
     interest."""
     probe(job.source)

@@ -29,7 +29,7 @@ from pipeline.video.containers import (
     quarter_turns,
     video_stream,
 )
-from pipeline.video.decode_job import DecodeError, Job, Sink, resize
+from pipeline.video.decode_job import DecodeError, DecodeJob, Sink, resize
 
 INDEXED = frozenset(
     ("mov", "matroska", "avi", "gif")
@@ -39,7 +39,7 @@ RECENT = 64  # packets that are remembered; codecs reorder 16 at the most
 _TICK = 1e-4  # s; below any frame's duration
 
 
-def read_through(source: str | Readable, demuxer: str, job: Job, sink: Sink) -> None:
+def read_through(source: str | Readable, demuxer: str, job: DecodeJob, sink: Sink) -> None:
     """Settles all planned times of a video.
 
     Raises: DecodeError: `download` where reading in pieces would read half of a remote file or
@@ -84,7 +84,7 @@ class _Pass:
     """One way through the stream: `skip` if from key frame to key frame where the index shows a
     way."""
 
-    def __init__(self, container: Any, stream: Any, job: Job, seen: _Seen, skip: bool):
+    def __init__(self, container: Any, stream: Any, job: DecodeJob, seen: _Seen, skip: bool):
         self.container = container
         self.stream = stream
         self.job = job
@@ -245,7 +245,7 @@ class _Pass:
 class _Seen:
     """Which planned times are settled, as frames come by in presentation order."""
 
-    def __init__(self, job: Job, sink: Sink, counting: bool, tick: Fraction):
+    def __init__(self, job: DecodeJob, sink: Sink, counting: bool, tick: Fraction):
         self.job = job
         self.sink = sink
         self.counting = counting
@@ -340,7 +340,7 @@ class _Seen:
         return missing or any(at <= hole <= time for hole in self.holes)
 
 
-def _bytes_read(stream: Any, job: Job) -> int:
+def _bytes_read(stream: Any, job: DecodeJob) -> int:
     """Bytes that decoding the planned times reads, at least one block each way; the whole file
     without an index."""
     entries = stream.index_entries

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.video.decode_job import DecodeError, Job, Sink
+from pipeline.video.decode_job import DecodeError, DecodeJob, Sink
 
 START_SECONDS = 120.0  # to load the decoders; a busy machine takes seconds
 _ROOT = str(Path(__file__).resolve().parent.parent.parent)
@@ -69,7 +69,7 @@ class Worker:
             )
 
     def run(
-        self, decoder: str, job: Job, memory_bytes: int, cpu_seconds: int, deadline: float
+        self, decoder: str, job: DecodeJob, memory_bytes: int, cpu_seconds: int, deadline: float
     ) -> Outcome:
         """One attempt by the function `decoder` ("module:name"), ended after `deadline` s at the
         latest."""
@@ -114,7 +114,7 @@ class Worker:
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         return self.process.stdout.readline() if ready else None
 
-    def _outcome(self, status: int, job: Job) -> Outcome:
+    def _outcome(self, status: int, job: DecodeJob) -> Outcome:
         code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGXCPU or code == -signal.SIGALRM:
             return Outcome(error=("decode_timeout", "it used up its CPU time"))
@@ -124,7 +124,7 @@ class Worker:
         return _unpack(self.memory, job)
 
 
-def _unpack(memory: int, job: Job) -> Outcome:
+def _unpack(memory: int, job: DecodeJob) -> Outcome:
     """The frames, copied out; the buffer holds room for all planned ones, then the report."""
     room = len(job.times) * job.height * job.width * 3
     length = os.fstat(memory).st_size - room
@@ -216,13 +216,13 @@ def _attempt(memory: int, task: dict[str, Any]) -> None:
     signal.setitimer(
         signal.ITIMER_REAL, task["deadline"] + 5
     )  # should nobody be left to hold the deadline
-    job = Job(**task["job"] | {"times": tuple(task["job"]["times"])})
+    job = DecodeJob(**task["job"] | {"times": tuple(task["job"]["times"])})
     module, name = task["decoder"].split(":")
     _report(memory, job, module, name)
     os._exit(0)
 
 
-def _report(memory: int, job: Job, module: str, name: str) -> None:
+def _report(memory: int, job: DecodeJob, module: str, name: str) -> None:
     """Runs the decoder; leaves the frames and, behind room for all planned ones, the report in the
     shared memory."""
     error = None

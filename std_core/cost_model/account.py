@@ -20,7 +20,7 @@ SCALE_BITS = {"int8": 0.0, "int4": 1.0}  # 4 bits have a scale of 2 × 16 bits p
 
 
 @dataclass(frozen=True)
-class Account:
+class ModelSize:
     """A text stack's dimensions, and how large the model around it is. Bytes are per weight and per
     cache element.
 
@@ -58,7 +58,7 @@ class Account:
     levels: int = 1
 
     @classmethod
-    def of(cls, config: Any, weight_bytes: float = 2, kv_bytes: float = 2) -> Account:
+    def of(cls, config: Any, weight_bytes: float = 2, kv_bytes: float = 2) -> ModelSize:
         """From a Hugging Face configuration, of a whole model or of its text stack."""
         text = config.get_text_config()
         heads = text.num_attention_heads
@@ -207,7 +207,7 @@ def tokens_per_round(acceptance: float, gamma: int) -> float:
 
 
 @dataclass(frozen=True)
-class Chances:
+class AcceptanceCurve:
     """How likely the tokens of a draft are accepted: at each place the probability if all before it
     were. The last one holds for all places behind it. A model's draft has much the same everywhere;
     what is looked up is either wrong at once or right for long."""
@@ -241,22 +241,22 @@ class Chances:
         """How likely a round writes more than 0, 1, … γ tokens."""
         return [math.prod(map(self.at, range(place))) for place in range(gamma + 1)]
 
-    def moved(self, first: float) -> Chances:
+    def moved(self, first: float) -> AcceptanceCurve:
         """With another chance at the first place, and those behind it moved by the same odds."""
         odds = first / (1 - first) * (1 - self.by_place[0]) / self.by_place[0]
-        return Chances(tuple(p * odds / (p * odds + 1 - p) for p in self.by_place))
+        return AcceptanceCurve(tuple(p * odds / (p * odds + 1 - p) for p in self.by_place))
 
 
-def chances(accepted: Sequence[float], refused: Sequence[float]) -> Chances:
+def chances(accepted: Sequence[float], refused: Sequence[float]) -> AcceptanceCurve:
     """By how often the token at each place was accepted, and refused where all before it were
     accepted; never 0 or 1. A place with few cases is taken to be like the one before it."""
     found: list[float] = []
     for yes, no in zip(accepted, refused, strict=True):
         found.append((yes + (found[-1] if found else 0.5)) / (yes + no + 1))
-    return Chances(tuple(found) or (0.5,))
+    return AcceptanceCurve(tuple(found) or (0.5,))
 
 
-def judged(results: Sequence[Result]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def count_accepted_rejected(results: Sequence[Result]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How often what rows drafted was accepted at each place, and refused there, as `chances` takes
     them. A row's last round may have been cut by its end, which is no refusal."""
     places = range(max((len(r.accept_counts) for r in results), default=1) - 1)

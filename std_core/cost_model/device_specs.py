@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from std_core.cost_model.account import Account
-from std_core.cost_model.profile import Accepted, Cost, Device, Profile, Tried
+from std_core.cost_model.account import ModelSize
+from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
 from std_core.types import Draft
 
 # bytes/s, bytes, FLOP/s of dense bf16 matrix products, as their makers give them; the first whose
@@ -78,7 +78,7 @@ def published(name: str) -> Device:
     return Device(name, kind="cuda", bandwidth=bandwidth, memory=memory, flops=flops)
 
 
-def unmeasured(device: Device, account: Account, model: str, dtype: str) -> Profile:
+def unmeasured(device: Device, account: ModelSize, model: str, dtype: str) -> Profile:
     """A profile without a measurement; on a CPU, of which too little is known beforehand, it leaves
     no choice."""
     work = 2 / (MULTIPLIES * device.flops)  # s of a multiplication and its sum
@@ -90,7 +90,7 @@ def unmeasured(device: Device, account: Account, model: str, dtype: str) -> Prof
         2 * account.layers * account.heads * account.head_dim * work,
     )
     tried = [
-        Tried(
+        CalibratedDraft(
             draft,
             cost,
             (0.0, account.layers * account.heads * account.head_dim * work),
@@ -113,8 +113,8 @@ def unmeasured(device: Device, account: Account, model: str, dtype: str) -> Prof
     )
 
 
-def _free(tried: Tried) -> Tried:
-    return Tried(tried.draft, Cost(0.0, 1e-5), (0.0, 0.0), tried.acceptance)
+def _free(tried: CalibratedDraft) -> CalibratedDraft:
+    return CalibratedDraft(tried.draft, Cost(0.0, 1e-5), (0.0, 0.0), tried.acceptance)
 
 
 def _expected(rate: float) -> tuple[Accepted, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from std_core.cost_model.account import BITS, Account
+from std_core.cost_model.account import BITS, ModelSize
 from std_core.types import Draft
 
 STEP = 512  # entries by which caches grow: a split of the attention
@@ -26,7 +26,7 @@ FLOAT = 4  # bytes: scores are float32
 # bytes a word: four 64-bit numbers on the way to noise, of one position at a time; an order takes
 # less
 DRAWING = 32
-Draws = Literal["greedy", "seeded", "fresh"]
+SamplingMode = Literal["greedy", "seeded", "fresh"]
 HELD = (
     "weights",
     "draft_weights",
@@ -37,7 +37,7 @@ HELD = (
 
 
 @dataclass(frozen=True)
-class Load:
+class LongestRequest:
     """The longest request of a wave, in tokens: its context, the visual ones of it, and what it may
     write.
 
@@ -50,7 +50,7 @@ class Load:
     written: int
     chunk: int = 2048  # of prefill
     strict: int = 0
-    draws: Draws = "fresh"
+    draws: SamplingMode = "fresh"
 
     @property
     def prefix(self) -> int:
@@ -64,11 +64,11 @@ class Load:
 
 
 def terms(
-    account: Account,
-    load: Load,
+    account: ModelSize,
+    load: LongestRequest,
     slots: int,
     draft: Draft | None = None,
-    pair: Account | None = None,
+    pair: ModelSize | None = None,
     kind: str = "cuda",
 ) -> dict[str, float]:
     """Bytes by what they are for. Those not in `HELD` are there one at a time, `round` and `logits`
@@ -110,12 +110,12 @@ def total(found: Mapping[str, float]) -> float:
 
 
 def most_slots(
-    account: Account,
-    load: Load,
+    account: ModelSize,
+    load: LongestRequest,
     memory: float,
     most: int,
     draft: Draft | None = None,
-    pair: Account | None = None,
+    pair: ModelSize | None = None,
     kind: str = "cuda",
 ) -> int:
     """How many of the `most` slots fit; 0 if not even one does. No term shrinks as slots are
@@ -135,7 +135,7 @@ def _whole(entries: int) -> int:
 # --------------------------------------------------------------------------------------- what stays
 
 
-def _entries(load: Load, width: int) -> tuple[int, int]:
+def _entries(load: LongestRequest, width: int) -> tuple[int, int]:
     """Of a row in the two stores of the cache. Text that stands before a video or between its
     frames is in the first; how much is not known, so it is as much as takes most."""
     behind = load.question + load.written + width
@@ -147,7 +147,7 @@ def _entries(load: Load, width: int) -> tuple[int, int]:
     return least
 
 
-def _view(load: Load, draft: Draft | None, pair: Account | None, width: int) -> int:
+def _view(load: LongestRequest, draft: Draft | None, pair: ModelSize | None, width: int) -> int:
     """Entries of a row that a draft has for itself."""
     if draft is None or (draft.policy in ("full", "ngram") and pair is None):
         return 0
@@ -155,7 +155,7 @@ def _view(load: Load, draft: Draft | None, pair: Account | None, width: int) -> 
     return _whole(kept + load.question + load.written + width)
 
 
-def _copy(account: Account, draft: Draft | None, kind: str) -> float:
+def _copy(account: ModelSize, draft: Draft | None, kind: str) -> float:
     """Packed projections and head of a low-bit draft; on a CPU all projections once more, laid out
     for sparse channels. Experts' weights are no projections of their own and stay as they are."""
     if draft is None or (draft.weights not in BITS and (draft.channels == 1 or kind != "cpu")):
@@ -176,7 +176,7 @@ def _copy(account: Account, draft: Draft | None, kind: str) -> float:
 # ------------------------------------------------------------------------------ what comes and goes
 
 
-def _live(account: Account) -> float:
+def _live(account: ModelSize) -> float:
     """A token's numbers in one layer: its residual, the layer's input, the norm's output, and three
     of the MLP's, or queries and keys before and after rotation, with what that takes. A captured
     round keeps those of its widest step, and its logits, in a pool of its own for as long as it may
@@ -186,7 +186,7 @@ def _live(account: Account) -> float:
     return (3 * account.hidden + max(mlp, attention) + 6 * account.head_dim) * account.weight_bytes
 
 
-def _chunk(account: Account, load: Load, draft: Draft | None, kind: str) -> float:
+def _chunk(account: ModelSize, load: LongestRequest, draft: Draft | None, kind: str) -> float:
     """A chunk of the prefix and all visual features, or the question's last chunk and what a
     selection looks at."""
     levels = account.hidden * account.levels * account.weight_bytes
@@ -203,7 +203,7 @@ def _chunk(account: Account, load: Load, draft: Draft | None, kind: str) -> floa
     return max(first + load.visual * levels, last * _live(account) + chosen)
 
 
-def _mass(account: Account, entries: int, asked: int, kind: str) -> float:
+def _mass(account: ModelSize, entries: int, asked: int, kind: str) -> float:
     """Attention of `asked` tokens to a row's entries: sums of all layers, the keys of one; on a CPU
     its scores too."""
     keys = account.kv_heads * entries * account.head_dim * account.kv_bytes
@@ -216,7 +216,7 @@ def _mass(account: Account, entries: int, asked: int, kind: str) -> float:
 
 
 def _choosing_again(
-    account: Account, load: Load, slots: int, draft: Draft | None, kind: str
+    account: ModelSize, load: LongestRequest, slots: int, draft: Draft | None, kind: str
 ) -> float:
     if draft is None or not draft.refresh:
         return 0.0
@@ -228,7 +228,7 @@ def _choosing_again(
     )
 
 
-def _scores(account: Account, load: Load, width: int) -> float:
+def _scores(account: ModelSize, load: LongestRequest, width: int) -> float:
     """A row's logits, as they come and in float32; where tokens are drawn, what one position takes,
     and where they are drawn afresh the two models' distributions and their difference."""
     drawn = 0 if load.draws == "greedy" else DRAWING
@@ -236,12 +236,12 @@ def _scores(account: Account, load: Load, width: int) -> float:
     return account.vocabulary * (width * _float_too(account) + max(drawn, more))
 
 
-def _float_too(account: Account) -> float:
+def _float_too(account: ModelSize) -> float:
     """Bytes of a number and its float32, which in float32 is the same."""
     return FLOAT + (account.weight_bytes if account.weight_bytes < FLOAT else 0)
 
 
-def _tower(account: Account, load: Load, kind: str) -> float:
+def _tower(account: ModelSize, load: LongestRequest, kind: str) -> float:
     """A piece of a video in one block of the vision tower, and the features of all."""
     size = account.weight_bytes
     width = account.tower_width

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from std_core.cost_model.account import Account, Chances, chances
+from std_core.cost_model.account import AcceptanceCurve, ModelSize, chances
 from std_core.types import Draft
 
 VERSION = 3
@@ -113,7 +113,7 @@ class Retrieved:
 
 
 @dataclass(frozen=True)
-class Tried:
+class CalibratedDraft:
     """A draft as it was calibrated; its γ is left to the scheduler.
 
     Args: once: seconds of selection, gather and a second model's prefill, per request and per token
@@ -125,10 +125,10 @@ class Tried:
     cost: Cost
     once: tuple[float, float]
     acceptance: tuple[Accepted, ...]
-    pair: Account | None = None
+    pair: ModelSize | None = None
     retrieved: tuple[Retrieved, ...] = ()
 
-    def accepts(self, context: float, kind: str, drawn: bool = False) -> Chances:
+    def accepts(self, context: float, kind: str, drawn: bool = False) -> AcceptanceCurve:
         """Of what was measured in this way of choosing tokens and of this kind of prompt, if any
         was: all contexts, the nearer ones more, since a few texts tell less than acceptance changes
         between two of them."""
@@ -161,11 +161,11 @@ class Profile:
     device: Device
     model: str
     dtype: str
-    account: Account
+    account: ModelSize
     full: Cost
     prefill: tuple[float, float, float]
     vision: float
-    drafts: tuple[Tried, ...] = ()
+    drafts: tuple[CalibratedDraft, ...] = ()
     union: tuple[tuple[float, int, float], ...] = ()
     lengths: tuple[tuple[str, float], ...] = ()
     spread: tuple[float, float] = (1.0, 1.0)
@@ -255,22 +255,22 @@ def _known(cls: type[Any], content: Mapping[str, Any]) -> dict[str, Any]:
     return {f.name: content[f.name] for f in fields(cls)}
 
 
-def _account(content: Mapping[str, Any] | None) -> Account | None:
-    return None if content is None else Account(**content)
+def _account(content: Mapping[str, Any] | None) -> ModelSize | None:
+    return None if content is None else ModelSize(**content)
 
 
 def _cost(content: Mapping[str, Any]) -> Cost:
     return Cost(**{**content, "residual": tuple(content["residual"])})
 
 
-def _tried(content: Mapping[str, Any]) -> Tried:
+def _tried(content: Mapping[str, Any]) -> CalibratedDraft:
     accepted = tuple(
         Accepted(**{**a, "accepted": tuple(a["accepted"]), "refused": tuple(a["refused"])})
         for a in content["acceptance"]
     )
     pair = _account(content["pair"])
     retrieved = tuple(Retrieved(**r) for r in content["retrieved"])
-    return Tried(
+    return CalibratedDraft(
         Draft(**content["draft"]),
         cost=_cost(content["cost"]),
         once=tuple(content["once"]),

@@ -17,11 +17,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from std_core.decoding.token_sampling import Rule
+from std_core.decoding.token_sampling import ResolvedSampling
 
 
 @dataclass(frozen=True)
-class Bends:
+class LogitsProcessors:
     """Of each row (B,), with the value that changes nothing where it asks for nothing."""
 
     penalty: torch.Tensor  # 1
@@ -37,8 +37,8 @@ class Bends:
 
     @classmethod
     def of(
-        cls, rules: Sequence[Rule | None], vocabulary: int, device: torch.device
-    ) -> Bends | None:
+        cls, rules: Sequence[ResolvedSampling | None], vocabulary: int, device: torch.device
+    ) -> LogitsProcessors | None:
         """None where a row has a processor that is not known here."""
         rows = [_row(rule.processors if rule is not None else [], vocabulary) for rule in rules]
         if not all(rows):
@@ -133,7 +133,7 @@ def _marked(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
 def _row(
     processors: Sequence[LogitsProcessor], vocabulary: int
 ) -> tuple[float, int, float, int, float, list[int]] | None:
-    """One row's numbers, in the order of the fields of `Bends`."""
+    """One row's numbers, in the order of the fields of `LogitsProcessors`."""
     penalty = 1.0
     least = 0
     temperature = 1.0

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from std_core.decoding.accept import accept_equal, accept_sampled
-from std_core.decoding.logits import Bends
-from std_core.decoding.token_sampling import Draws, Rule, bend, choose
+from std_core.decoding.logits import LogitsProcessors
+from std_core.decoding.token_sampling import ResolvedSampling, SamplingState, bend, choose
 from std_core.kernels.attention import Groups
 from std_core.model.cache import Cache, Look, RowsStep
 from std_core.model.model import Model
@@ -41,8 +41,8 @@ class Slots:
         torch.Tensor
     )  # (B, capacity) ids of prompt, output and, behind them, the draft under way
     stop_ids: torch.Tensor  # (B, n) padded with -1
-    rules: list[Rule | None]
-    draws: Draws
+    rules: list[ResolvedSampling | None]
+    draws: SamplingState
     groups: Groups
     generator: torch.Generator
     vocabulary: int
@@ -50,7 +50,7 @@ class Slots:
     strict: int = (
         0  # tokens per row to which every verification is padded, if its shape is to be fixed
     )
-    bends: Bends | None = (
+    bends: LogitsProcessors | None = (
         None  # the rows' processors in tensors, unless there is one that is not known there
     )
     # entries that a round may write behind a row's: room made at admission. 0: rounds make their
@@ -63,7 +63,7 @@ class Slots:
         length, draft_length, position, total, written, left = torch.zeros(
             6, count, dtype=torch.long, device=model.device
         )
-        rules: list[Rule | None] = [None] * count
+        rules: list[ResolvedSampling | None] = [None] * count
         return cls(
             model.new_cache(count),
             model.new_cache(count),
@@ -78,7 +78,7 @@ class Slots:
             history=torch.zeros(count, 0, dtype=torch.long, device=model.device),
             stop_ids=torch.full((count, 1), -1, device=model.device),
             rules=rules,
-            draws=Draws.of(rules, generator),
+            draws=SamplingState.of(rules, generator),
             groups=Groups.of([-1] * count, [], model.device),
             generator=generator,
             vocabulary=model.vocabulary,

@@ -20,7 +20,7 @@ from std_core.types import Sampling
 
 
 @dataclass(frozen=True)
-class Rule:
+class ResolvedSampling:
     """A request's sampling, settled for one checkpoint and one prompt."""
 
     processors: LogitsProcessorList
@@ -29,7 +29,7 @@ class Rule:
     seed: int | None
 
 
-def settle(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> Rule:
+def settle(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> ResolvedSampling:
     """What a request's sampling comes to with a checkpoint's generation configuration.
 
     Args:
@@ -62,13 +62,16 @@ def settle(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> Rule:
         encoder_input_ids=prompt[None],
         device=prompt.device,
     )
-    return Rule(
+    return ResolvedSampling(
         processors, stop_ids, bool(config.do_sample), sampling.seed if config.do_sample else None
     )
 
 
 def bend(
-    logits: torch.Tensor, rules: list[Rule | None], history: torch.Tensor, lengths: torch.Tensor
+    logits: torch.Tensor,
+    rules: list[ResolvedSampling | None],
+    history: torch.Tensor,
+    lengths: torch.Tensor,
 ) -> torch.Tensor:
     """Processed scores, float32.
 
@@ -87,7 +90,7 @@ def bend(
     return scores
 
 
-def choose(scores: torch.Tensor, draws: Draws, places: torch.Tensor) -> torch.Tensor:
+def choose(scores: torch.Tensor, draws: SamplingState, places: torch.Tensor) -> torch.Tensor:
     """(B, T) tokens: the maximum of scores and noise.
 
     Args:
@@ -101,7 +104,7 @@ def choose(scores: torch.Tensor, draws: Draws, places: torch.Tensor) -> torch.Te
 
 
 @dataclass(frozen=True)
-class Draws:
+class SamplingState:
     """How the rows of a batch draw; all (B,). Rebuilt when a row enters or leaves."""
 
     seeds: torch.Tensor
@@ -112,7 +115,7 @@ class Draws:
     fresh: bool  # any row without a seed
 
     @classmethod
-    def of(cls, rules: list[Rule | None], generator: torch.Generator) -> Draws:
+    def of(cls, rules: list[ResolvedSampling | None], generator: torch.Generator) -> SamplingState:
         device = generator.device
         seeded = [r is not None and r.seed is not None for r in rules]
         unseeded = [r is not None and r.sample and r.seed is None for r in rules]

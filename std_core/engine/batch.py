@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from std_core.decoding.logits import Bends
+from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import (
     Drafting,
     Round,
@@ -25,7 +25,7 @@ from std_core.decoding.round import (
     look_up,
     unverified_round,
 )
-from std_core.decoding.token_sampling import Draws
+from std_core.decoding.token_sampling import SamplingState
 from std_core.engine.cuda_graphs import Captured, recorder_of
 from std_core.engine.prefill import Pieces, Prefill
 from std_core.engine.refresh import look_of, reselect
@@ -157,8 +157,8 @@ class Batch:
         device = self.model.device
         rules = [row.rule if row is not None else None for row in self.rows]
         slots.rules = rules
-        slots.draws = Draws.of(rules, slots.generator)
-        slots.bends = Bends.of(rules, slots.vocabulary, device)
+        slots.draws = SamplingState.of(rules, slots.generator)
+        slots.bends = LogitsProcessors.of(rules, slots.vocabulary, device)
         slots.active = torch.tensor([row is not None for row in self.rows], device=device)
         most = max(len(rule.stop_ids) for rule in rules if rule is not None) if any(rules) else 0
         stops = [

@@ -5,7 +5,7 @@ A round waits for no length: lengths live on the device, kernels cover the cache
 room that a row may ever need is made at its admission (`Slots.ahead`). A recording is bound to
 addresses: it is made per γ, number of slots and capacity of the caches, and the small tensors that
 change with who sits where are copied into ones that stay. What asks the host for something is not
-recorded: draws without a seed, refresh, processors of logits that `Bends` lacks."""
+recorded: draws without a seed, refresh, processors of logits that `LogitsProcessors` lacks."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import torch
 
 from std_core.decoding.round import Slots
 from std_core.decoding.select import select
-from std_core.decoding.token_sampling import Draws, bend, choose, settle
-from std_core.engine.row import Chosen, Row
+from std_core.decoding.token_sampling import SamplingState, bend, choose, settle
+from std_core.engine.row import DraftKV, Row
 from std_core.model.cache import ChunkStep, gather_view
 from std_core.model.checkpoint import Inputs
 from std_core.model.drafters import layers_read
@@ -277,7 +277,7 @@ class Prefill:
 
     def _view(
         self, prompt: _Prompt, slot: int, prefix: int, mass: list[torch.Tensor]
-    ) -> Generator[None, None, tuple[int, Chosen | None]]:
+    ) -> Generator[None, None, tuple[int, DraftKV | None]]:
         """Fills what the draft reads of the row; returns the entries it holds per layer and KV
         head, and where the chosen ones are."""
         if self.draft is None or self.slots.view == "own":
@@ -309,7 +309,7 @@ class Prefill:
             own = self.slots.own.row(layer, slot, prompt.length - cut)
             held = gather_view(self.slots.draft, slot, layer, shared, kept=kept, own=own)
         self.slots.draft_length[slot] = held
-        return held, Chosen(places, len(always), chosen[0].shape[1] if chosen else 0)
+        return held, DraftKV(places, len(always), chosen[0].shape[1] if chosen else 0)
 
     def _second(self, prompt: _Prompt, slot: int, kept: torch.Tensor) -> Generator[None, None, int]:
         """Prefill of the second model, which sees the kept part of the prefix and the suffix, at
@@ -345,7 +345,7 @@ class Prefill:
         slots.total[slot] = n + 1
         slots.reserve_history(n + 1)
         slots.history[slot, :n] = prompt.ids
-        draws = Draws.of([row.rule], slots.generator)
+        draws = SamplingState.of([row.rule], slots.generator)
         scores = bend(
             logits[None, None], [row.rule], slots.history[slot : slot + 1], torch.tensor([n])
         )

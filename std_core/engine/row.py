@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from std_core.decoding.token_sampling import Rule
+from std_core.decoding.token_sampling import ResolvedSampling
 from std_core.types import FinishReason, Request, RequestError, Result
 
 
@@ -17,7 +17,7 @@ class Row:
     """A request in a slot. Filled at its prefill, moved on by rounds."""
 
     request: Request
-    rule: Rule
+    rule: ResolvedSampling
     prefix: int  # row of the prefix store, -1 for none
     prompt: int  # tokens, visual ones included
     visual: int
@@ -28,7 +28,7 @@ class Row:
     prefill_s: float
     accept_counts: list[int]  # [i]: rounds in which i drafted tokens were accepted
     refuse_counts: list[int]  # [i]: of those the rounds in which one more was proposed
-    view: Chosen | None = None
+    view: DraftKV | None = None
     written: list[int] = field(default_factory=list)
     drafted: int = 0
     proposed: int = 0
@@ -84,7 +84,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class DraftKV:
     """Where a draft's view of a row holds its chosen entries: `count` of them from place `at` on,
     taken from `places` of the row's prefix."""
 

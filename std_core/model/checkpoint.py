@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
 from transformers.video_utils import VideoMetadata
 
-from std_core.cost_model.account import Account
+from std_core.cost_model.account import ModelSize
 from std_core.cost_model.memory import TAIL
 from std_core.model.families import FAMILIES, Family, refusal, sees, writer_of
 from std_core.types import Geometry, Request, RequestError
@@ -156,7 +156,7 @@ class Checkpoint:
         except OSError:  # it has no such configuration
             return False
 
-    def account(self, dtype: str) -> Account:
+    def account(self, dtype: str) -> ModelSize:
         """Sizes of the whole model, with weights and cache in a precision."""
         return whole_account(self.config, BYTES[dtype], BYTES[dtype])
 
@@ -309,7 +309,7 @@ def _checked(inputs: Inputs, images: bool, videos: bool) -> Inputs:
     return inputs
 
 
-def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> Account:
+def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> ModelSize:
     """An account with the sizes of the whole model, which is built without storage."""
     with torch.device("meta"):
         writer: Callable[[Any], Any] = writer_of(config)  # type: ignore[assignment]
@@ -320,7 +320,7 @@ def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> Account:
     sizes = [(id(p) in text, p.numel()) for p in hf.parameters()]
     vision = getattr(config, "vision_config", None)
     return replace(
-        Account.of(config, weight_bytes, kv_bytes),
+        ModelSize.of(config, weight_bytes, kv_bytes),
         parameters=sum(size for _, size in sizes),
         tower=sum(size for is_text, size in sizes if not is_text) if vision else 0,
         tower_width=(getattr(vision, "embed_dim", None) or vision.hidden_size) if vision else 0,

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import read
 from pipeline.config import parse_job
-from pipeline.intake.survey_process import Here
+from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import main, run_job
 
 ROWS = """clip,ask,split
@@ -32,7 +32,7 @@ def test_questions_are_answered_and_their_columns_carried(
         str(tiny_model),
     ]
     columns = ["--video-column", "clip", "--question-column", "ask", "--max-tokens", "8"]
-    summary = run_job(parse_job([*words, *columns], "test"), "", survey=Here)
+    summary = run_job(parse_job([*words, *columns], "test"), "", survey=InProcessSurvey)
     assert (summary["requests"], summary["errors"], summary["videos_decoded"]) == (5, 2, 2)
     found = {
         (Path(row["clip"]).name, row["prompt"]): row

@@ -17,7 +17,7 @@ import pytest
 from pipeline import job as job_module
 from pipeline import read
 from pipeline.config import ROOT, parse_job
-from pipeline.intake.survey_process import Here
+from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import main, run_job
 from pipeline.records import RunError
 
@@ -42,7 +42,7 @@ def run(tiny_model: Path, ray_cluster: None) -> Any:
             "--max-tokens",
             "8",
         ]
-        return run_job(parse_job([*flags, *words], "test"), prompt, survey=Here)
+        return run_job(parse_job([*flags, *words], "test"), prompt, survey=InProcessSurvey)
 
     return start
 
@@ -291,7 +291,7 @@ def test_killed_half_way_and_run_again_every_request_has_one_row(
     driver.wait()
     begun = read(str(output)).num_rows
     assert 3 <= begun < 24
-    assert main([*words[2:], "--max-num-seqs", "8"], SCRIPT.name, survey=Here) == 0
+    assert main([*words[2:], "--max-num-seqs", "8"], SCRIPT.name, survey=InProcessSurvey) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["requests"], summary["errors"], summary["new"]) == (24, 0, 24 - begun)
     ids = read(str(output))["request_id"].to_pylist()

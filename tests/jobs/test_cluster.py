@@ -17,7 +17,7 @@ import pytest
 
 from pipeline import read
 from pipeline.config import ROOT, parse_job
-from pipeline.intake.survey_process import Here
+from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import run_job
 
 RAY = Path(sys.executable).with_name("ray")
@@ -77,7 +77,9 @@ def test_a_submitted_job_writes_the_same_rows(
         "--prompt",
         "What is there?",
     ]
-    run_job(parse_job([*flags, "--output", str(tmp_path / "local")], "test"), survey=Here)
+    run_job(
+        parse_job([*flags, "--output", str(tmp_path / "local")], "test"), survey=InProcessSurvey
+    )
     submit = [str(RAY), "job", "submit", "--working-dir", ".", "--"]
     script = ["python", "jobs/caption_archive.py", *flags, "--output", str(tmp_path / "submitted")]
     for _ in range(30):
@@ -106,7 +108,7 @@ def test_real_footage_has_no_error_row(ray_cluster: None, tmp_path: Path) -> Non
         shutil.copy(file, folder)
     assert len(list(folder.iterdir())) == 4
     flags = ["--input", str(folder), "--output", str(tmp_path / "out"), "--max-tokens", "16"]
-    summary: dict[str, Any] = run_job(parse_job(flags, "test"), survey=Here)
+    summary: dict[str, Any] = run_job(parse_job(flags, "test"), survey=InProcessSurvey)
     assert (summary["requests"], summary["errors"]) == (4, 0)
     rows = read(str(tmp_path / "out")).to_pylist()
     assert all(row["frames_lost"] == 0 and row["text"] for row in rows)

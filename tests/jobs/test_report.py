@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline import read
 from pipeline.config import ROOT, parse_job
-from pipeline.intake.survey_process import Here
+from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import run_job
 from pipeline.report.runs import runs
 
@@ -33,7 +33,7 @@ def test_a_run_into_a_bucket_and_its_report(
         "--max-tokens",
         "8",
     ]
-    summary = run_job(parse_job(words, "test"), "Describe this video.", survey=Here)
+    summary = run_job(parse_job(words, "test"), "Describe this video.", survey=InProcessSurvey)
     said = capsys.readouterr().err.splitlines()[-1]
     assert "7 answered (1 failed) of 7" in said and said.endswith("nothing left; 0 MB of frames")
     (run,) = runs(f"{s3.bucket}/out")

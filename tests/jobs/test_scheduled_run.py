@@ -9,12 +9,12 @@ import pytest
 
 from pipeline import read
 from pipeline.config import parse_job
-from pipeline.intake.survey_process import Here
+from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import run_job
 from pipeline.plan.profile_file import write_profile
 from pipeline.records import UsageError
 from std_core.cost_model.device_specs import device_at_hand
-from std_core.cost_model.profile import Accepted, Cost, Profile, Tried
+from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Profile
 from std_core.model.checkpoint import Checkpoint
 from std_core.types import Draft
 
@@ -45,7 +45,8 @@ def run(tiny_model: Path, archive: Path, tmp_path: Path, ray_cluster: None) -> A
             *PROMPTS,
         ]
         run_job(
-            parse_job([*flags, "--max-tokens=6", "--max-num-seqs=1", *words], "test"), survey=Here
+            parse_job([*flags, "--max-tokens=6", "--max-num-seqs=1", *words], "test"),
+            survey=InProcessSurvey,
         )
         return read(str(tmp_path / name)).to_pylist()
 
@@ -60,7 +61,7 @@ def profile_with_a_crossing(model: Path, context: float, device: str = "") -> Pr
     here = device_at_hand("cpu")
     there = type(here)(device or here.name, "cpu", BANDWIDTH, here.memory, here.flops)
     dense = account.step_bytes([context]) / BANDWIDTH
-    std = Tried(
+    std = CalibratedDraft(
         Draft("std"), Cost(0.0, dense / 1.53), (0.0, 0.0), (Accepted(200, "caption", (90,), (10,)),)
     )
     costs = Cost(1.0), (0.0, 1e-4, 0.0), 1e-4

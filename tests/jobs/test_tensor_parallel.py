@@ -11,7 +11,7 @@ import pytest
 from pipeline import job as job_module
 from pipeline import read
 from pipeline.config import parse_job
-from pipeline.intake.survey_process import Here
+from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import plan_job, run_job
 from pipeline.records import Answer, UsageError
 
@@ -32,7 +32,7 @@ def run(
             "--draft=specvlm",
         ]
         flags += ["--prompt=Describe this video.", "--max-tokens=20", "--max-num-seqs=1"]
-        run_job(parse_job([*flags, *words], "test"), survey=Here)
+        run_job(parse_job([*flags, *words], "test"), survey=InProcessSurvey)
         return {row["video_uri"]: row["text"] for row in read(output).to_pylist()}
 
     return start

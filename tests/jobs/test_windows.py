@@ -7,7 +7,7 @@ from pathlib import Path
 from jobs.demo_model import world
 from pipeline import read
 from pipeline.config import parse_job
-from pipeline.intake.survey_process import Here
+from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import run_job
 
 
@@ -37,7 +37,7 @@ def test_every_window_gets_its_row(tiny_model: Path, ray_cluster: None, tmp_path
         "How many scenes are there?",
     ]
     job = parse_job(flags, "test")
-    summary = run_job(job, survey=Here)
+    summary = run_job(job, survey=InProcessSurvey)
     rows = read(output).to_pylist()
     assert (summary["requests"], summary["errors"], summary["videos_decoded"]) == (8, 2, 1)
     good = [row for row in rows if row["status"] != "error"]
@@ -46,5 +46,5 @@ def test_every_window_gets_its_row(tiny_model: Path, ray_cluster: None, tmp_path
     for row in good:
         assert row["frames_lost"] == 0 and row["num_visual_tokens"] == row["planned_visual_tokens"]
         assert all(row["video_start"] <= at < row["video_end"] for at in row["frame_pts"])
-    again = run_job(job, survey=Here)
+    again = run_job(job, survey=InProcessSurvey)
     assert (again["requests"], again["new"], again["videos_decoded"]) == (8, 0, 0)

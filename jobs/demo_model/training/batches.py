@@ -36,7 +36,7 @@ class Difficulty:
 
 
 @dataclass
-class Batch:
+class TrainingBatch:
     """B clips of one grid and length, each with its caption and some questions behind it."""
 
     patches: torch.Tensor  # (N, patches of a frame pair, 1176): each frame pair once
@@ -87,7 +87,7 @@ LONG_GRIDS = (
 
 def draw_batches(
     rng: random.Random, words: PreTrainedTokenizerFast, level: Difficulty, tokens: int
-) -> list[Batch]:
+) -> list[TrainingBatch]:
     """What one step learns from: a batch of about `tokens` positions, or a third short and the rest
     long clips."""
     if not level.visual:
@@ -108,7 +108,7 @@ def draw_batch(
     level: Difficulty,
     tokens: int,
     scenes: int = 0,
-) -> Batch:
+) -> TrainingBatch:
     """A batch of about `tokens` positions; `scenes` fixes their number."""
     hardest = not level.varied and rng.random() < 0.5
     count = scenes or (level.scenes if hardest else rng.randint(1, level.scenes))
@@ -122,7 +122,7 @@ def draw_batch(
     pixels = _frames(rng, stories, pace, rows * MERGED, width=columns * MERGED)
     temporal = count * pace
     order = torch.arange(size * temporal).view(size, temporal)
-    return Batch(
+    return TrainingBatch(
         patches=_patches(pixels, rows, columns),
         grid=(temporal, 2 * rows, 2 * columns),
         scenes=count,
@@ -143,7 +143,7 @@ def draw_long_batch(
     visual: int,
     tokens: int,
     even: bool = False,
-) -> Batch:
+) -> TrainingBatch:
     """Clips of `count` scenes whose shapes go their way again and again, until there are about
     `visual` visual tokens, `cells` (rows, columns) a frame pair; half of the batches, or with
     `even` all, have scenes of one length."""
@@ -167,7 +167,7 @@ def draw_long_batch(
             order += list(range(first, first + pace)) * (end - begin)
     pixels = _frames(rng, stories, pace, rows * MERGED, width=columns * MERGED)
     shown = torch.tensor(order).view(size, loops * pace)
-    return Batch(
+    return TrainingBatch(
         patches=_patches(pixels, rows, columns),
         grid=(loops * pace, 2 * rows, 2 * columns),
         scenes=count,

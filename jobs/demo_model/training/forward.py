@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from transformers import Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLDecoderLayer
 
-from jobs.demo_model.training.batches import Batch
+from jobs.demo_model.training.batches import TrainingBatch
 from jobs.demo_model.world import COLOURS, KINDS, MAX_SCENES
 
 
-def see(model: Qwen2VLForConditionalGeneration, batch: Batch) -> torch.Tensor:
+def see(model: Qwen2VLForConditionalGeneration, batch: TrainingBatch) -> torch.Tensor:
     """The vision tower over equal frame pairs at once: (pairs, tokens, hidden). Same weights and
     result as the model's own forward, which takes one frame pair at a time and a Conv3d whose
     backward costs 40% of a step."""
@@ -45,7 +45,9 @@ def _turn(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-b, a), dim=-1)
 
 
-def say(model: Qwen2VLForConditionalGeneration, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def say(
+    model: Qwen2VLForConditionalGeneration, batch: TrainingBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits where something is asked, and what should have been said there: (n, vocabulary),
     (n,)."""
     return _asked(model, batch, _hidden(model, batch)[0])
@@ -61,7 +63,7 @@ class Probes(torch.nn.Module):
         self.shown = torch.nn.Linear(hidden, len(KINDS) + len(COLOURS))
         self.number = torch.nn.Linear(hidden, MAX_SCENES)
 
-    def forward(self, model: Qwen2VLForConditionalGeneration, batch: Batch) -> Probed:
+    def forward(self, model: Qwen2VLForConditionalGeneration, batch: TrainingBatch) -> Probed:
         spoken, states = _hidden(model, batch)
         size, temporal = batch.scene.shape
         cells = (batch.visual.stop - batch.visual.start) // temporal
@@ -101,14 +103,14 @@ def _look_loss(logits: torch.Tensor, looks: torch.Tensor) -> torch.Tensor:
 
 
 def _asked(
-    model: Qwen2VLForConditionalGeneration, batch: Batch, spoken: torch.Tensor
+    model: Qwen2VLForConditionalGeneration, batch: TrainingBatch, spoken: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     asked = batch.target != -100
     return model.lm_head(spoken[asked[:, -spoken.shape[1] :]]), batch.target[asked]
 
 
 def _hidden(
-    model: Qwen2VLForConditionalGeneration, batch: Batch
+    model: Qwen2VLForConditionalGeneration, batch: TrainingBatch
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Hidden states: (B, S, hidden) behind the video at the end, normed, and (B, P, hidden) of the
     video and what comes before it, first as fed in, then behind each layer but the last."""

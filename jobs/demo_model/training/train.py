@@ -29,8 +29,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2VLForConditionalGeneratio
 
 from jobs.demo_model.model import build, save, tokenizer
 from jobs.demo_model.training.batches import (
-    Batch,
     Difficulty,
+    TrainingBatch,
     draw_batch,
     draw_batches,
     draw_long_batch,
@@ -70,7 +70,9 @@ STAGES = (
 # ---------------------------------------------------------------------------------------- the exams
 
 
-def held_out(words: PreTrainedTokenizerFast, level: Difficulty, clips: int) -> Iterator[Batch]:
+def held_out(
+    words: PreTrainedTokenizerFast, level: Difficulty, clips: int
+) -> Iterator[TrainingBatch]:
     """`clips` clips at the level's full number of scenes and pace 2."""
     rng = random.Random(10_000_019 + level.scenes)
     while clips > 0:
@@ -79,7 +81,9 @@ def held_out(words: PreTrainedTokenizerFast, level: Difficulty, clips: int) -> I
         yield batch
 
 
-def held_out_long(words: PreTrainedTokenizerFast, level: Difficulty, clips: int) -> Iterator[Batch]:
+def held_out_long(
+    words: PreTrainedTokenizerFast, level: Difficulty, clips: int
+) -> Iterator[TrainingBatch]:
     """At least `clips` clips at the largest frame with the level's visual tokens each, of as many
     scenes as it has at most and of fewer."""
     rng = random.Random(10_000_079)
@@ -96,7 +100,7 @@ def held_out_long(words: PreTrainedTokenizerFast, level: Difficulty, clips: int)
 
 @torch.no_grad()
 def exam(
-    model: Qwen2VLForConditionalGeneration, probes: Probes, batches: Iterator[Batch]
+    model: Qwen2VLForConditionalGeneration, probes: Probes, batches: Iterator[TrainingBatch]
 ) -> dict[str, float]:
     """Accuracy of clauses, answers and scene numbers, and the loss a token. All tokens of a clause
     right given the true text before it is the same as being written right by greedy decoding, as
@@ -174,7 +178,7 @@ def loss_of(
     model: Qwen2VLForConditionalGeneration,
     probes: Probes,
     teacher: Qwen2VLForConditionalGeneration | None,
-    batch: Batch,
+    batch: TrainingBatch,
 ) -> torch.Tensor:
     """Cross entropy with the truth, and the probes' tasks; with a teacher, half of it with what the
     teacher would say."""

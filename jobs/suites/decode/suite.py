@@ -28,7 +28,7 @@ from jobs.suites.shared import generate_timing
 from jobs.suites.shared.paired_timing import Pair, ratio, read_bandwidth
 from pipeline.config import parse_flags
 from pipeline.records import UsageError
-from std_core.cost_model.account import Account, speedup
+from std_core.cost_model.account import ModelSize, speedup
 from std_core.engine.engine import Engine
 from std_core.kernels.attention import path_name
 from std_core.types import Draft
@@ -204,7 +204,7 @@ def _times(engine: Engine, pair: Pair, context: int, bandwidth: float) -> dict[s
     median, low = ratio(dense.per_token, drafted.per_token)
     tokens = statistics.fmean(drafted.kept)
     size = engine.model.dtype.itemsize
-    account = Account.of(engine.model.hf.config, size, size)
+    account = ModelSize.of(engine.model.hf.config, size, size)
     rows = len(pair.written)
     whole = account.step_bytes([context] * rows)
     held = [row.kv_keep * context for row in pair.batch.rows if row is not None]

@@ -15,7 +15,7 @@ import torch
 from triton.errors import TritonError
 
 from jobs.suites.gpu.shapes import Shape
-from std_core.decoding.logits import Bends
+from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import Round, Slots, decode_round, draft, look_up
 from std_core.engine.cuda_graphs import Captured, pool_bytes, recorder_of
 from std_core.kernels.attention import Groups
@@ -100,7 +100,7 @@ def measure(
     slots = filled(model, size.slots, context)
     captured = Captured(slots, recorder) if (recorder := recorder_of(model)) else None
     slots.ahead = max(size.gammas) + 1 if captured else 0
-    slots.bends = Bends.of(slots.rules, slots.vocabulary, model.device)
+    slots.bends = LogitsProcessors.of(slots.rules, slots.vocabulary, model.device)
 
     def timed(gamma: int, drafter: Model | None) -> float:
         _begin(slots, context)  # eleven rounds of nine tokens at most: within the room of a caption

@@ -12,8 +12,8 @@ import torch
 from jobs.suites.decode.shapes import Shaped
 from jobs.suites.memory.meter import held_by
 from jobs.suites.memory.models import Asked, Sizes, build, config_of, inputs_of
-from std_core.cost_model.account import Account
-from std_core.cost_model.memory import Load, terms
+from std_core.cost_model.account import ModelSize
+from std_core.cost_model.memory import LongestRequest, terms
 from std_core.engine.engine import Engine
 from std_core.model.checkpoint import Inputs, whole_account
 from std_core.model.drafters import second_model
@@ -39,9 +39,9 @@ class Case:
     device: str = "cpu"
 
     @property
-    def load(self) -> Load:
+    def load(self) -> LongestRequest:
         visual = self.asked.visual(self.sizes)
-        load = Load(
+        load = LongestRequest(
             visual + self.asked.text,
             visual=visual,
             written=self.asked.written,
@@ -50,7 +50,7 @@ class Case:
         )
         return load if self.seed is None else replace(load, draws="seeded")
 
-    def account(self, sizes: Sizes) -> Account:
+    def account(self, sizes: Sizes) -> ModelSize:
         width = torch.finfo(getattr(torch, self.dtype)).bits // 8
         return whole_account(config_of(sizes), width, width)
 

@@ -8,7 +8,7 @@ import torch
 from jobs.suites.memory.cases import Subject, cases
 from jobs.suites.memory.meter import tensors_peak
 from jobs.suites.memory.suite import OFF, figures
-from pipeline.plan.choose import MEMORY, Setting, slots_of
+from pipeline.plan.choose import MEMORY, WaveConfig, slots_of
 from std_core.cost_model.device_specs import unmeasured
 from std_core.cost_model.memory import total
 from std_core.cost_model.profile import Device
@@ -46,7 +46,7 @@ def test_slots_that_just_fit_a_device_do_fit_it() -> None:
     memory = total(case.terms()) / MEMORY + 1
     device = Device("toy", kind="cpu", bandwidth=1e10, memory=memory, flops=1e12)
     profile = unmeasured(device, case.account(case.sizes), case.name, case.dtype)
-    slots = slots_of(case.load, profile, Setting(64), case.draft)
+    slots = slots_of(case.load, profile, WaveConfig(64), case.draft)
     assert slots == 3
     subject = Subject.of(case)
     assert subject.weights + tensors_peak(subject.run) <= memory

@@ -11,9 +11,9 @@ import pytest
 from jobs import benchmark
 from jobs.calibration import measure
 from jobs.suites import schedule
-from jobs.suites.schedule import Answer, Cell, Timed, judged
+from jobs.suites.schedule import Answer, Cell, Timed, count_accepted_rejected
 from pipeline.plan.profile_file import write_profile
-from pipeline.records import Candidate, UsageError
+from pipeline.records import DraftOption, UsageError
 from std_core.types import Draft
 
 SMALL = Draft("std", gamma=2)
@@ -82,7 +82,7 @@ def cell(
     context: int, dense: float, small: float, large: float, chosen: Draft | None, predicted: float
 ) -> Cell:
     times = {None: timed(dense, 0.1), SMALL: timed(small, 0.1), LARGE: timed(large, 0.1)}
-    ways = (Candidate(chosen, 1, seconds=predicted), Candidate(None, 1, seconds=dense / 10))
+    ways = (DraftOption(chosen, 1, seconds=predicted), DraftOption(None, 1, seconds=dense / 10))
     return Cell(
         context, rows=1, answer=Answer(10), count=10, times=times, ways=ways, plan=times[chosen]
     )
@@ -94,14 +94,17 @@ def test_known_figures_are_judged() -> None:
         cell(2, 30.0, 10.0, 20.0, chosen=SMALL, predicted=1.2),
         cell(3, 30.0, 20.0, 10.0, chosen=SMALL, predicted=2.0),
     ]
-    found = judged(cells, [None, SMALL, LARGE])
+    found = count_accepted_rejected(cells, [None, SMALL, LARGE])
     assert found["oracle_winners"] == 3 and found["failed"] is None
     assert found["oracle_vs_best_fixed"] == round(50 / 30, 3)
     assert found["scheduler_vs_best_fixed"] == round(50 / 40, 3)
     assert found["scheduler_vs_oracle"] == 0.75
     assert found["predicted_vs_measured"] == {"median": 0.0, "p90": 0.2}
     assert [c["speedup"] for c in found["cells"]] == [1.0, 3.0, 1.5]
-    assert "1 settings are the best" in judged(cells[:1], [None, SMALL, LARGE])["failed"]
+    assert (
+        "1 settings are the best"
+        in count_accepted_rejected(cells[:1], [None, SMALL, LARGE])["failed"]
+    )
 
 
 def test_a_suite_whose_figures_are_no_answer_fails(

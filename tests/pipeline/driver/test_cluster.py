@@ -17,9 +17,9 @@ from ray import cloudpickle
 
 from jobs.suites.shared.stubs import Listed, decode_stub, load_stub, planned
 from pipeline.config import Job
-from pipeline.driver import replica
+from pipeline.driver import replica as replica_module
 from pipeline.driver.cluster import drive
-from pipeline.driver.replica import Flow
+from pipeline.driver.replica import RunSnapshot
 from pipeline.records import (
     Answer,
     FramePlan,
@@ -47,7 +47,7 @@ class Seen:
 
     def __init__(self, requests: list[Planned], slots: int, **settings: Any):
         self.rows: list[Answer] = []
-        self.flows: list[Flow] = []
+        self.flows: list[RunSnapshot] = []
         self.job = Job(max_num_seqs=slots, **settings)
         self.requests = requests
 
@@ -61,7 +61,7 @@ class Seen:
     def attach(self, instruments: Any, **where: Any) -> None:
         self.where = where
 
-    def look(self, flow: Flow) -> None:
+    def look(self, flow: RunSnapshot) -> None:
         self.flows.append(flow)
 
     def once(self) -> bool:
@@ -88,7 +88,7 @@ def test_two_engines_share_the_work_and_bytes_stay_bounded() -> None:
     assert seen.once() and not seen.errors and seen.deaths == 0 and seen.decoded == 20
     assert len({a.result.text.split()[-1] for a in seen.rows}) == 2
     assert bound / 2 < seen.flows[-1].most_nbytes <= bound
-    assert max(s.held for s in seen.flows) <= 2 * replica.HELD * 2
+    assert max(s.held for s in seen.flows) <= 2 * replica_module.HELD * 2
     assert {a.attempts for a in seen.rows} == {1}
 
 

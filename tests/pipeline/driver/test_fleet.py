@@ -18,21 +18,21 @@ from hypothesis import strategies as st
 from jobs.suites.shared.stubs import Listed, planned
 from pipeline.config import Job
 from pipeline.driver import fleet as fleet_module
-from pipeline.driver import replica
-from pipeline.driver.backend import Gone
+from pipeline.driver import replica as replica_module
+from pipeline.driver.backend import WorkerLost
 from pipeline.driver.decode_queue import Intake
 from pipeline.driver.feeder import Handover
 from pipeline.driver.fleet import Fleet
-from pipeline.driver.replica import Flow, Lane
+from pipeline.driver.replica import Replica, RunSnapshot
 from pipeline.records import (
     Answer,
-    Candidate,
+    DraftOption,
+    EngineConfig,
     FramePlan,
     Frames,
     Planned,
     RequestError,
     RunError,
-    Setup,
     VideoInfo,
     Wave,
 )
@@ -55,13 +55,13 @@ class Engine:
 
     slots: int
     turn: int = 0
-    setup: Setup | None = None
-    lines: dict[int, deque[tuple[Request, Setup]]] = field(default_factory=dict)
-    ran: dict[str, Setup] = field(
+    setup: EngineConfig | None = None
+    lines: dict[int, deque[tuple[Request, EngineConfig]]] = field(default_factory=dict)
+    ran: dict[str, EngineConfig] = field(
         default_factory=dict
     )  # what every request ran with last, in whichever engine
     seated: list[Request] = field(default_factory=list)
-    out: deque[Result | Gone] = field(default_factory=deque)
+    out: deque[Result | WorkerLost] = field(default_factory=deque)
     steps: int = 0
     over: bool = False
     others: list[Call] = field(default_factory=list)  # of its other ranks
@@ -84,9 +84,9 @@ class Engine:
             return
         self.steps += 1
         if len(self.seated) > memory:
-            self.end(Gone("out_of_memory", "full"))
+            self.end(WorkerLost("out_of_memory", "full"))
         elif "kill" in prompts and rng.random() < 0.7:
-            self.end(Gone("worker_killed", "killed"))
+            self.end(WorkerLost("worker_killed", "killed"))
         elif (
             rng.random() < 0.5
             and (done := self.seated[rng.randrange(len(self.seated))]).prompt == "?"
@@ -94,13 +94,13 @@ class Engine:
             self.seated.remove(done)
             self.out.append(Result(done.request_id, [1], "text", "stop"))
 
-    def end(self, gone: Gone) -> None:
+    def end(self, gone: WorkerLost) -> None:
         self.over = True
         self.out.append(gone)
 
 
 class World:
-    """`Hands` of it. What fails besides what prompts do: engines at a rate, decoders and frames in
+    """`Backend` of it. What fails besides what prompts do: engines at a rate, decoders and frames in
     transit, each video once at most, so that no innocent can be blamed."""
 
     def __init__(
@@ -117,7 +117,7 @@ class World:
         self.faults = decode_faults
         self.memory = memory
         self.now = 0.0
-        self.ran: dict[str, Setup] = {}
+        self.ran: dict[str, EngineConfig] = {}
         self.engines: list[Engine] = []
         self.spoilt: Counter[str] = Counter()
         self.most_held = 0
@@ -137,7 +137,7 @@ class World:
 
     def decode(self, info: VideoInfo, plan: FramePlan, node: str | None) -> tuple[Call, str]:
         if self._unlucky(f"decode {info.uri}"):
-            return self._call(Gone("decode_crashed", "killed")), ""
+            return self._call(WorkerLost("decode_crashed", "killed")), ""
         return self._call(
             Frames(None, pts=plan.times, fps=1.0, frames_lost=0, rotation=0, decoder="none")
         ), f"pixels of {info.uri}"  # type: ignore[arg-type]
@@ -157,12 +157,12 @@ class World:
         pixels: str,
         numbers: list[Any],
         turn: int,
-        setup: Setup,
+        setup: EngineConfig,
     ) -> Call:
         assert pixels and not {r.request_id for r in requests} & engine.peers
         assert turn >= max(engine.lines, default=0) and len(numbers) == len(requests)
         if self._unlucky(f"feed {pixels}"):
-            return self._call(Gone("lost", "its machine is gone"))
+            return self._call(WorkerLost("lost", "its machine is gone"))
         engine.peers.update(r.request_id for r in requests)
         engine.lines.setdefault(turn, deque()).extend((request, setup) for request in requests)
         waiting = sum(len(line) for line in engine.lines.values())
@@ -177,7 +177,7 @@ class World:
         if running and self.kills and self.rng.random() < 0.02:
             self.kills -= 1
             victim = self.rng.choice(running)
-            gone = Gone("worker_killed", "killed from outside")
+            gone = WorkerLost("worker_killed", "killed from outside")
             if victim.others:  # it then waits for its other rank
                 victim.over = True
                 victim.others[0].value = gone
@@ -198,13 +198,13 @@ class World:
 
     def get(self, reference: Call) -> Any:
         assert reference.left < 0
-        if isinstance(reference.value, Gone):
+        if isinstance(reference.value, WorkerLost):
             raise reference.value
         return reference.value
 
     def following(self, stream: Engine) -> Result:
         found = stream.out.popleft()
-        if isinstance(found, Gone):
+        if isinstance(found, WorkerLost):
             raise found
         return found
 
@@ -222,12 +222,12 @@ class Run:
     """A fleet in a world, and what it handed on."""
 
     def __init__(
-        self, world: World, requests: list[Planned], slots: int, lanes: int, bound: int = 1 << 40
+        self, world: World, requests: list[Planned], slots: int, replicas: int, bound: int = 1 << 40
     ):
         self.requests = requests
         self.world = world
         self.rows: list[Answer] = []
-        self.flows: list[Flow] = []
+        self.flows: list[RunSnapshot] = []
         job = Job(max_num_seqs=slots, engine_timeout=TIMEOUT, stall_timeout=400.0)
         self.waves = Listed(requests, slots, size=7)
         drafts = [None, Draft(gamma=2), Draft(gamma=3)]
@@ -238,20 +238,20 @@ class Run:
             count = max(1, slots - number % 2)
             pace = Pace(((0,), (draft.gamma, number)), 0.5) if draft else None
             self.waves.waves[number] = Wave(
-                wave.requests, count, draft, (Candidate(draft, count, pace=pace),)
+                wave.requests, count, draft, (DraftOption(draft, count, pace=pace),)
             )
         self.setups = {r.request_id: wave.setup for wave in self.waves.waves for r in wave.requests}
-        places = [Lane(number, slots) for number in range(lanes)]
+        places = [Replica(number, slots) for number in range(replicas)]
         intake = Intake(world, self.waves, places, bound)
-        handover = Handover(job, max_model_len=4096, hands=world, lanes=places, intake=intake)
+        handover = Handover(job, max_model_len=4096, backend=world, replicas=places, intake=intake)
         self.fleet = Fleet(
             job,
             waves=self.waves,
             emit=self.rows.append,
             tick=lambda: None,
             notice=self.flows.append,
-            hands=world,
-            lanes=places,
+            backend=world,
+            replicas=places,
             intake=intake,
             handover=handover,
         )
@@ -260,9 +260,9 @@ class Run:
         with pytest.MonkeyPatch.context() as patch:
             clock = SimpleNamespace(monotonic=self.world.monotonic)
             patch.setattr(fleet_module, "time", clock)
-            patch.setattr(replica, "time", clock)
-            for lane in self.fleet.lanes:
-                lane.alive = 0.0
+            patch.setattr(replica_module, "time", clock)
+            for replica in self.fleet.replicas:
+                replica.alive = 0.0
             self.fleet.moved = self.fleet.looked = 0.0
             try:
                 self.fleet.run([] if stopped is None else stopped)
@@ -308,20 +308,20 @@ def archive(rng: random.Random, count: int, bad: dict[int, str]) -> list[Planned
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 1 << 30), st.integers(1, 60), st.integers(1, 5), st.integers(1, 3), st.data())
 def test_whatever_fails_every_request_comes_out_once_and_only_culprits_are_blamed(
-    seed: int, count: int, slots: int, lanes: int, data: st.DataObject
+    seed: int, count: int, slots: int, replicas: int, data: st.DataObject
 ) -> None:
     places = data.draw(st.lists(st.integers(0, count - 1), max_size=3, unique=True))
     bad = {place: data.draw(st.sampled_from(["kill", "hang"])) for place in places}
     requests = archive(random.Random(seed), count, bad)
     world = World(seed, decode_faults=0.2)
     bound = data.draw(st.sampled_from([1, 10 * 56 * 56 * 3, 1 << 40]))
-    run = Run(world, requests=requests, slots=slots, lanes=lanes, bound=bound)
+    run = Run(world, requests=requests, slots=slots, replicas=replicas, bound=bound)
     run.fleet.answered = 1  # else three culprits that come before all others would end the run
     run.go()
     codes = {"kill": "worker_killed", "hang": "engine_timeout"}
     assert run.blamed == {f"{place:032x}": codes[what] for place, what in bad.items()}
     assert run.fleet.deaths <= len(bad) * (4 + math.ceil(math.log2(slots)))
-    assert world.most_held <= max(replica.HELD * slots, 1)
+    assert world.most_held <= max(replica_module.HELD * slots, 1)
     largest = max(len(r.plan.times) for r in requests) * 56 * 56 * 3
     assert run.fleet.intake.most_nbytes <= max(bound, largest)
 
@@ -335,11 +335,11 @@ def test_whatever_fails_every_request_comes_out_once_and_only_culprits_are_blame
     st.integers(1, 2),
 )
 def test_kills_from_outside_blame_nobody(
-    seed: int, count: int, slots: int, lanes: int, ranks: int
+    seed: int, count: int, slots: int, replicas: int, ranks: int
 ) -> None:
     """Two of them: a request would have to be hit three times."""
     world = World(seed, kills=2, decode_faults=0.3, ranks=ranks)
-    run = Run(world, archive(random.Random(seed), count, {}), slots, lanes).go()
+    run = Run(world, archive(random.Random(seed), count, {}), slots, replicas).go()
     assert run.blamed == {} and run.fleet.deaths <= 2
     assert sum(a.attempts - 1 for a in run.rows) >= (run.fleet.deaths > 0)
 
@@ -352,7 +352,7 @@ def test_a_full_memory_halves_the_slots_until_what_runs_fits(
     run = Run(World(seed, memory=memory), archive(random.Random(seed), count, {}), slots, 1).go()
     assert run.blamed == {}
     assert run.fleet.deaths <= max(0, math.ceil(math.log2(slots / memory)))
-    assert min(lane.slots for lane in run.fleet.lanes) >= min(slots, memory / 2)
+    assert min(replica.slots for replica in run.fleet.replicas) >= min(slots, memory / 2)
 
 
 def test_what_does_not_fit_alone_is_out_of_memory() -> None:

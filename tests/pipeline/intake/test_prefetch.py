@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.intake.prefetch import Ahead
+from pipeline.intake.prefetch import Prefetcher
 from pipeline.records import UsageError
 
 
-def drain(ahead: Ahead[int]) -> list[int]:
+def drain(ahead: Prefetcher[int]) -> list[int]:
     taken = []
     while not ahead.closed:
         if (made := ahead.take(0.01)) is not None:
@@ -26,7 +26,7 @@ def test_everything_comes_out_in_order_and_little_is_made_ahead() -> None:
         for made in range(1, 101):
             put(made)
 
-    with Ahead(make, 3) as ahead:
+    with Prefetcher(make, 3) as ahead:
         deadline = time.monotonic() + 10
         while made < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -41,7 +41,7 @@ def test_nothing_yet_is_not_the_end() -> None:
         go.wait()
         put(7)
 
-    with Ahead(make, 1) as ahead:
+    with Prefetcher(make, 1) as ahead:
         assert ahead.take() is None and not ahead.closed
         go.set()
         assert drain(ahead) == [7]
@@ -53,13 +53,13 @@ def test_what_goes_wrong_is_raised_behind_what_was_made() -> None:
         put(1)
         raise UsageError("line 2 is broken")
 
-    with Ahead(make, 5) as ahead:
+    with Prefetcher(make, 5) as ahead:
         assert ahead.take(10) == 1
         with pytest.raises(UsageError, match="line 2"):
             drain(ahead)
 
 
 def test_a_thread_that_nobody_listens_to_ends() -> None:
-    with Ahead(lambda put: [put(i) for i in range(1000)], 1) as ahead:
+    with Prefetcher(lambda put: [put(i) for i in range(1000)], 1) as ahead:
         pass
     assert not ahead._thread.is_alive()

@@ -17,8 +17,8 @@ import pytest
 from jobs.demo_model import world
 from pipeline.config import ROOT, Job
 from pipeline.intake.prefetch import Source
-from pipeline.intake.survey import Apart, Surveyor
-from pipeline.intake.survey_process import Here
+from pipeline.intake.survey import SubprocessSurvey, Surveyor
+from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.records import (
     Failed,
     Found,
@@ -67,8 +67,8 @@ def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPa
             planned = [one for one in every if not isinstance(one, Failed)]
             return surveyor.facts, ids(every), failures, planned, surveyor.closing
 
-    alone = survey(Here(job, PROMPTS))
-    apart = survey(Apart(job, PROMPTS))
+    alone = survey(InProcessSurvey(job, PROMPTS))
+    apart = survey(SubprocessSurvey(job, PROMPTS))
     assert apart == alone
     assert (
         len(alone[1]) == 6
@@ -77,7 +77,7 @@ def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPa
     )
     some = frozenset(map(bytes.fromhex, alone[1][:3]))
     again = survey(
-        Here(job, PROMPTS), some
+        InProcessSurvey(job, PROMPTS), some
     )  # that another process is told what is done, the next but one shows
     assert again[1] == alone[1][3:] and (again[-1].requests, again[-1].failed) == (6, 3)
 
@@ -85,7 +85,7 @@ def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPa
 def test_what_is_wrong_is_raised_where_it_is_asked_for(job: Job, tmp_path: Path) -> None:
     listed = tmp_path / "list.txt"
     listed.write_bytes(b"a.mp4\n" * 30_000 + b"\xff.mp4\n")
-    with Apart(Job(input=str(listed), model=job.model), PROMPTS) as survey:
+    with SubprocessSurvey(Job(input=str(listed), model=job.model), PROMPTS) as survey:
         assert survey.facts.input_schema.names == []
         found = survey.begin(frozenset(), frozenset())
         with pytest.raises(UsageError, match=r"list.txt cannot be read"):
@@ -96,10 +96,10 @@ def test_a_survey_that_is_killed_is_gone_on_with_once(
     job: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """After a part of the input was handed on; the second time there is nothing to blame."""
-    with Here(job, PROMPTS) as here:
+    with InProcessSurvey(job, PROMPTS) as here:
         whole = ids(drain(here.begin(frozenset(), frozenset())))
     row = {bytes.fromhex(whole[1])}
-    with Apart(job, PROMPTS) as survey:
+    with SubprocessSurvey(job, PROMPTS) as survey:
         found = survey.begin(row, row)
         survey._handed_on += bytes.fromhex(whole[0])
         survey._process.send_signal(signal.SIGSEGV)
@@ -131,7 +131,7 @@ def test_only_the_file_that_ends_processes_is_blamed(
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setattr(isolated_probe, "TRIED", "stand_in:try_headers")
-    with Here(job, PROMPTS, isolated_probe.probed) as survey:
+    with InProcessSurvey(job, PROMPTS, isolated_probe.probed) as survey:
         every = drain(survey.begin(frozenset(), frozenset()))
     errors = {Path(f.pending.item.video_uri).name: f.error for f in every if isinstance(f, Failed)}
     assert {name: error.code for name, error in errors.items()} == {

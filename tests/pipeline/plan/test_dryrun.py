@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.plan.dryrun import Outlook, name_of, report, seconds, table
-from pipeline.plan.settings import Setting
+from pipeline.plan.settings import WaveConfig
 from pipeline.plan.waves import History, plan
 from pipeline.records import (
     Failed,
@@ -16,11 +16,11 @@ from pipeline.records import (
     RequestError,
     VideoInfo,
 )
-from std_core.cost_model.account import Account
+from std_core.cost_model.account import ModelSize
 from std_core.cost_model.device_specs import NAMED, published, unmeasured
 from std_core.types import Draft
 
-LLAMA = Account(
+LLAMA = ModelSize(
     32,
     hidden=4096,
     intermediate=14336,
@@ -62,10 +62,10 @@ def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> P
 
 def test_a_video_is_seen_and_prefilled_once() -> None:
     profile = replace(PROFILE, vision=1e-3, prefill=(0.5, 1e-3, 0.0))
-    once = seconds(plan([request(0, 0)], profile, History(), 9, True, Setting()), profile)
+    once = seconds(plan([request(0, 0)], profile, History(), 9, True, WaveConfig()), profile)
     assert once["vision"] == pytest.approx(30.0) and once["prefill"] == pytest.approx(0.5 + 30.1)
     twice = seconds(
-        plan([request(0, 0), request(1, 0)], profile, History(), 9, True, Setting()), profile
+        plan([request(0, 0), request(1, 0)], profile, History(), 9, True, WaveConfig()), profile
     )
     assert twice["vision"] == pytest.approx(30.0) and twice["prefill"] == pytest.approx(
         0.5 + 30.1 + 0.5 + 0.1
@@ -78,9 +78,9 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
         *(request(i, i) for i in range(200)),
         *(request(200 + i, 200 + i, 800) for i in range(100)),
     ]
-    found = plan(requests, PROFILE, History(), 99, True, Setting())
+    found = plan(requests, PROFILE, History(), 99, True, WaveConfig())
     lost = Failed(Pending("x", Item("v", "?")), RequestError("context_too_long", "it is too long"))
-    figures = report(found, [lost], Outlook(PROFILE, Setting(), 2.0))
+    figures = report(found, [lost], Outlook(PROFILE, WaveConfig(), 2.0))
     assert figures["requests"] == 301 and figures["failures"] == {"context_too_long": 1}
     assert set(figures["buckets"]) == {"32768", "1024"}
     for bucket in figures["buckets"].values():

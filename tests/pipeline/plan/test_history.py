@@ -6,10 +6,10 @@ import pytest
 
 from pipeline.plan.choose import choose
 from pipeline.plan.history import ROUNDS, History, kind_of
-from pipeline.plan.settings import Mix, Setting
-from pipeline.records import Candidate, FramePlan, Item, Planned, RequestError, VideoInfo, Wave
-from std_core.cost_model.account import Account, Chances, chances, judged
-from std_core.cost_model.profile import Accepted, Cost, Device, Profile, Tried
+from pipeline.plan.settings import WaveConfig, WaveSummary
+from pipeline.records import DraftOption, FramePlan, Item, Planned, RequestError, VideoInfo, Wave
+from std_core.cost_model.account import AcceptanceCurve, ModelSize, chances, count_accepted_rejected
+from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
 from std_core.types import Draft, Result
 
 DRAFT = Draft("std", gamma=4)
@@ -36,7 +36,7 @@ def wave(draft: Draft | None, *prompts: str) -> Wave:
         Planned(str(i), item=Item("v", prompt), info=INFO, plan=plan, context=1000)
         for i, prompt in enumerate(prompts)
     ]
-    return Wave(tuple(requests), 8, draft, (Candidate(draft, 8, round_s=0.1),))
+    return Wave(tuple(requests), 8, draft, (DraftOption(draft, 8, round_s=0.1),))
 
 
 def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Result:
@@ -65,8 +65,8 @@ def test_prompts_that_ask_are_questions() -> None:
     )
 
 
-def seen(*results: Result) -> Chances:
-    return chances(*judged(results))
+def seen(*results: Result) -> AcceptanceCurve:
+    return chances(*count_accepted_rejected(results))
 
 
 def test_chances_are_of_each_place_in_a_round() -> None:
@@ -81,7 +81,7 @@ def test_chances_are_of_each_place_in_a_round() -> None:
     )  # a row's end is no refusal
     assert cut.at(0) == pytest.approx(2.5 / 5) and cut.at(1) == pytest.approx(1.5 / 2)
     assert seen(result(0, (7, 0))) == seen(result(0, (7, 0, 0, 0)))  # whatever nobody came to
-    assert judged([]) == ((), ())
+    assert count_accepted_rejected([]) == ((), ())
 
 
 def test_waves_are_remembered_by_their_median() -> None:
@@ -111,7 +111,7 @@ def test_too_few_rounds_and_errors_say_nothing() -> None:
 
 def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
     """A dense step of 20 ms, 5 ms for every drafted token: γ = 4 is 40 ms."""
-    way = Candidate(DRAFT, 8, round_s=0.04, token_s=0.005)
+    way = DraftOption(DRAFT, 8, round_s=0.04, token_s=0.005)
     some = replace(wave(DRAFT, "Describe."), why=(way,))
     for rounds, drafted in ((10, 40), (10, 0), (10, 17), (3, 30)):
         took = 2 * (rounds * 0.02 + drafted * 0.005)
@@ -141,7 +141,7 @@ def test_dense_rounds_of_a_wave_that_drafts_say_nothing_of_its_acceptance() -> N
     )  # 34 of them were dense
     assert History().observed(wave(DRAFT, "Describe."), [some]).chances(
         DRAFT, "caption"
-    ) == Chances((0.5,))
+    ) == AcceptanceCurve((0.5,))
 
 
 def test_kinds_are_told_apart_in_one_wave() -> None:
@@ -154,7 +154,7 @@ def test_kinds_are_told_apart_in_one_wave() -> None:
 
 
 def test_what_was_seen_changes_the_choice() -> None:
-    account = Account(
+    account = ModelSize(
         32,
         hidden=4096,
         intermediate=14336,
@@ -164,7 +164,7 @@ def test_what_was_seen_changes_the_choice() -> None:
         vocabulary=128256,
         parameters=8_030_000_000,
     )
-    tried = Tried(DRAFT, Cost(), (0.0, 0.0), (Accepted(1000, "caption", (95,), (5,)),))
+    tried = CalibratedDraft(DRAFT, Cost(), (0.0, 0.0), (Accepted(1000, "caption", (95,), (5,)),))
     device = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
     profile = Profile(
         device,
@@ -176,10 +176,10 @@ def test_what_was_seen_changes_the_choice() -> None:
         vision=0.0,
         drafts=(tried,),
     )
-    setting = Setting()
+    setting = WaveConfig()
     plan = FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=60_000)
     infos = [replace(INFO, uri=str(i)) for i in range(8)]
-    some = Mix.of(
+    some = WaveSummary.of(
         [
             Planned(i.uri, item=Item(i.uri, "Describe."), info=i, plan=plan, context=60_000)
             for i in infos

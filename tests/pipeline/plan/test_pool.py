@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.plan import pool as pool_module
 from pipeline.plan.pool import Pool, fitting
-from pipeline.plan.settings import Setting
+from pipeline.plan.settings import WaveConfig
 from pipeline.records import (
     Failed,
     Found,
@@ -23,11 +23,11 @@ from pipeline.records import (
     VideoInfo,
     Wave,
 )
-from std_core.cost_model.account import Account
-from std_core.cost_model.profile import Accepted, Cost, Device, Profile, Tried
+from std_core.cost_model.account import ModelSize
+from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
 from std_core.types import Draft, Result
 
-LLAMA = Account(
+LLAMA = ModelSize(
     32,
     hidden=4096,
     intermediate=14336,
@@ -39,10 +39,12 @@ LLAMA = Account(
 )
 GPU = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
 FLAT = Cost(1.0, 1e-3)
-GOOD = Tried(
+GOOD = CalibratedDraft(
     Draft("std", weights="int4"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (90,), (10,)),)
 )
-POOR = Tried(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (60,), (40,)),))
+POOR = CalibratedDraft(
+    Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (60,), (40,)),)
+)
 PROFILE = Profile(
     GPU,
     model="m",
@@ -84,7 +86,7 @@ def failure(number: int) -> Failed:
 
 
 class Made:
-    """`Ahead` whose thread is the test: what was made so far can be taken."""
+    """`Prefetcher` whose thread is the test: what was made so far can be taken."""
 
     def __init__(self, batches: list[list[Found]], ready: int | None = None):
         self.batches = deque(batches)
@@ -104,7 +106,7 @@ class Made:
 class Seen:
     """A pool, and what it handed on."""
 
-    def __init__(self, made: Made, setting: Setting | None = None):
+    def __init__(self, made: Made, setting: WaveConfig | None = None):
         self.made = made
         self.failed = []
         self.waves = []
@@ -116,7 +118,7 @@ class Seen:
             failed=self.failed.append,
             handed=self.waves.append,
             profile_on=profile_on,
-            setting=setting or Setting(4),
+            setting=setting or WaveConfig(4),
         )  # type: ignore[arg-type]
         self.pool.begin(GPU, 2)
 
@@ -207,8 +209,8 @@ def test_where_nothing_fits_it_is_said_what_would_help() -> None:
     with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
         seen.pool.take(hungry=True)
     with pytest.raises(UsageError, match="would help"):
-        list(fitting([request(0, HUGE)], PROFILE, Setting(4)))
-    found = list(fitting([request(0, HUGE), request(1)], PROFILE, Setting(4)))
+        list(fitting([request(0, HUGE)], PROFILE, WaveConfig(4)))
+    found = list(fitting([request(0, HUGE), request(1)], PROFILE, WaveConfig(4)))
     assert [type(one) for one in found] == [Failed, Planned]
 
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from pipeline.plan.choose import GAIN, GAMMAS, LEVELS, MEMORY, Steps, choose
 from pipeline.plan.history import EVERY
-from pipeline.plan.settings import Mix
-from pipeline.plan.waves import HALF, LIKE, WAVE, History, Setting, cut, misfit, plan
-from pipeline.records import Candidate, FramePlan, Item, Planned, UsageError, VideoInfo, Wave
-from std_core.cost_model.account import Account, tokens_per_round
-from std_core.cost_model.memory import Load, terms, total
-from std_core.cost_model.profile import Accepted, Cost, Device, Profile, Tried
+from pipeline.plan.settings import WaveSummary
+from pipeline.plan.waves import HALF, LIKE, WAVE, History, WaveConfig, cut, misfit, plan
+from pipeline.records import DraftOption, FramePlan, Item, Planned, UsageError, VideoInfo, Wave
+from std_core.cost_model.account import ModelSize, tokens_per_round
+from std_core.cost_model.memory import LongestRequest, terms, total
+from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
 from std_core.types import Draft
 
-LLAMA = Account(
+LLAMA = ModelSize(
     32,
     hidden=4096,
     intermediate=14336,
@@ -32,9 +32,9 @@ LLAMA = Account(
 A100 = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
 FLAT = Cost(1.0, 1e-3)
 GOOD = (Accepted(4096, "caption", (90,), (10,)),)
-STD = Tried(Draft("std"), FLAT, (0.0, 0.0), GOOD)
-INT4 = Tried(Draft("std", weights="int4"), FLAT, (0.0, 0.0), GOOD)
-BAD = Tried(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (1,), (99,)),))
+STD = CalibratedDraft(Draft("std"), FLAT, (0.0, 0.0), GOOD)
+INT4 = CalibratedDraft(Draft("std", weights="int4"), FLAT, (0.0, 0.0), GOOD)
+BAD = CalibratedDraft(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (1,), (99,)),))
 PROFILE = Profile(
     A100,
     model="m",
@@ -78,8 +78,8 @@ def ids(requests: tuple[Planned, ...]) -> Counter[str]:
     return Counter(r.request_id for r in requests)
 
 
-def mix(contexts: list[int], setting: Setting) -> Mix:
-    return Mix.of([request(i, i, context) for i, context in enumerate(contexts)], setting)
+def mix(contexts: list[int], setting: WaveConfig) -> WaveSummary:
+    return WaveSummary.of([request(i, i, context) for i, context in enumerate(contexts)], setting)
 
 
 pools = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5000)), max_size=400).map(
@@ -155,7 +155,7 @@ calls = st.lists(st.tuples(pools, st.integers(0, 3)), min_size=1, max_size=4)
 def test_over_any_calls_every_request_is_in_one_wave(
     arriving: list[tuple[tuple[Planned, ...], int]], slots: int, engines: int
 ) -> None:
-    setting = Setting(slots, engines=engines)
+    setting = WaveConfig(slots, engines=engines)
     pool: list[Planned] = []
     seen: Counter[str] = Counter()
     history = History()
@@ -178,14 +178,14 @@ def test_over_any_calls_every_request_is_in_one_wave(
 
 def test_engines_share_the_tail() -> None:
     pool = tuple(request(i, i, 1000) for i in range(40))
-    waves = plan(pool, PROFILE, History(), 4, True, Setting(4, engines=4))
+    waves = plan(pool, PROFILE, History(), 4, True, WaveConfig(4, engines=4))
     assert [len(w.requests) for w in waves] == [10, 10, 10, 10]
 
 
 def test_fifty_thousand_are_planned_in_seconds() -> None:
     pool = tuple(request(i, i // 2, 500 + i * 7919 % 60_000) for i in range(50_000))
     began = time.process_time()
-    waves = plan(pool, PROFILE, History(), len(pool), True, Setting())
+    waves = plan(pool, PROFILE, History(), len(pool), True, WaveConfig())
     assert sum(len(w.requests) for w in waves) == len(pool)
     assert time.process_time() - began < 10  # 1.1 s on an idle core
 
@@ -212,7 +212,7 @@ def test_memory_is_never_exceeded(
     pool: tuple[Planned, ...], memory: float, draft: Draft | None
 ) -> None:
     profile = replace(PROFILE, device=replace(A100, memory=memory))
-    setting = Setting(64, draft=draft)  # type: ignore[arg-type]
+    setting = WaveConfig(64, draft=draft)  # type: ignore[arg-type]
     assume(any(misfit(r, profile, setting) is None for r in pool))
     waves = plan(pool, profile, History(), 1000, True, setting)
     for wave in waves:
@@ -226,7 +226,7 @@ def test_memory_is_never_exceeded(
         used = wave.setup.draft  # with the largest γ that any round has
         needed = terms(
             LLAMA,
-            Load(visual + text, visual, setting.max_tokens, draws="greedy"),
+            LongestRequest(visual + text, visual, setting.max_tokens, draws="greedy"),
             wave.max_num_seqs,
             used,
         )
@@ -237,7 +237,7 @@ def test_memory_is_never_exceeded(
 
 def test_slots_are_as_many_as_fit() -> None:
     pool = tuple(request(i, i, 100_000) for i in range(100))
-    (wave, *_) = plan(pool, PROFILE, History(), 1, True, Setting(32, draft=None))
+    (wave, *_) = plan(pool, PROFILE, History(), 1, True, WaveConfig(32, draft=None))
     row = dict(wave.why[0].memory)["kv"] / wave.max_num_seqs
     needed = total(dict(wave.why[0].memory))
     assert 1 < wave.max_num_seqs < 32 and needed <= MEMORY * 80e9 < needed + 1.1 * row
@@ -246,13 +246,13 @@ def test_slots_are_as_many_as_fit() -> None:
 def test_where_nothing_fits_the_plan_says_what_would_help() -> None:
     small = replace(PROFILE, device=replace(A100, name="toy", memory=8e9))
     with pytest.raises(UsageError, match=r"toy can give 7\.2.*smaller model"):
-        plan((request(0, 0, 100),), small, History(), 1, True, Setting())
+        plan((request(0, 0, 100),), small, History(), 1, True, WaveConfig())
     long = request(0, 0, 900_000)
     with pytest.raises(UsageError, match="lower fps"):
-        plan((long,), PROFILE, History(), 1, True, Setting())
-    error = misfit(long, PROFILE, Setting())
+        plan((long,), PROFILE, History(), 1, True, WaveConfig())
+    error = misfit(long, PROFILE, WaveConfig())
     assert error is not None and error.code == "out_of_memory"
-    (wave,) = plan((long, request(1, 1, 100)), PROFILE, History(), 9, True, Setting())
+    (wave,) = plan((long, request(1, 1, 100)), PROFILE, History(), 9, True, WaveConfig())
     assert [r.request_id for r in wave.requests] == ["1"]
 
 
@@ -261,13 +261,13 @@ def test_where_nothing_fits_the_plan_says_what_would_help() -> None:
 
 def test_a_named_draft_is_used_ungated_and_dense_is_dense() -> None:
     pool = (request(0, 0, 100),)
-    named = plan(pool, PROFILE, History(), 1, True, Setting(draft=Draft("random", gamma=7)))[0]
+    named = plan(pool, PROFILE, History(), 1, True, WaveConfig(draft=Draft("random", gamma=7)))[0]
     assert named.draft == Draft("random", gamma=7) and named.why[0].gain < 1
-    assert plan(pool, PROFILE, History(), 1, True, Setting(draft=None))[0].draft is None
+    assert plan(pool, PROFILE, History(), 1, True, WaveConfig(draft=None))[0].draft is None
 
 
 def test_a_named_draft_that_keeps_another_share_is_expected_to_run_alike() -> None:
-    setting = Setting(draft=Draft("std", keep=0.5, gamma=3))
+    setting = WaveConfig(draft=Draft("std", keep=0.5, gamma=3))
     ways = choose(mix([4000] * 8, setting), PROFILE, History(), setting, 0)
     assert ways[0].draft == setting.draft and ways[0].acceptance == pytest.approx(90.5 / 101)
 
@@ -275,13 +275,13 @@ def test_a_named_draft_that_keeps_another_share_is_expected_to_run_alike() -> No
 def test_without_anything_to_choose_from_the_default_drafts() -> None:
     bare = replace(PROFILE, drafts=())
     assert (
-        plan((request(0, 0, 100),), bare, History(), 1, True, Setting())[0].draft
-        == Setting().default
+        plan((request(0, 0, 100),), bare, History(), 1, True, WaveConfig())[0].draft
+        == WaveConfig().default
     )
 
 
 def test_a_draft_is_chosen_for_a_gain_only() -> None:
-    setting = Setting()
+    setting = WaveConfig()
     only = replace(PROFILE, drafts=(STD,))
     short, long = (
         choose(mix([n] * 8, setting), only, History(), setting, 0) for n in (200, 60_000)
@@ -298,23 +298,24 @@ def test_a_draft_is_chosen_for_a_gain_only() -> None:
 
 def test_one_time_costs_count_against_short_texts() -> None:
     dear = replace(PROFILE, drafts=(replace(STD, once=(0.05, 0.0)),))
-    long, short = (Setting(max_tokens=n) for n in (128, 4))
+    long, short = (WaveConfig(max_tokens=n) for n in (128, 4))
     assert choose(mix([60_000] * 8, long), dear, History(), long, 0)[0].draft is not None
     assert choose(mix([60_000] * 8, short), dear, History(), short, 0)[0].draft is None
 
 
 def test_prefixes_that_rows_share_are_read_once_and_leave_less_to_save() -> None:
-    setting = Setting()
+    setting = WaveConfig()
     apart = [request(i, i, 30_000) for i in range(8)]
     shared = [request(i, 0, 30_000) for i in range(8)]
     gains = [
-        choose(Mix.of(r, setting), PROFILE, History(), setting, 0)[0].gain for r in (apart, shared)
+        choose(WaveSummary.of(r, setting), PROFILE, History(), setting, 0)[0].gain
+        for r in (apart, shared)
     ]
     assert gains[1] < gains[0]
 
 
 accounts = st.builds(
-    Account,
+    ModelSize,
     layers=st.integers(12, 80),
     hidden=st.sampled_from([2048, 4096, 8192]),
     intermediate=st.sampled_from([8192, 14336, 28672]),
@@ -336,7 +337,7 @@ accounts = st.builds(
     st.sampled_from([0.3e12, 2e12, 4.8e12]),
 )
 def test_the_choice_flips_at_the_latency_crossing(
-    account: Account,
+    account: ModelSize,
     rows: int,
     union: float,
     keep: float,
@@ -353,8 +354,8 @@ def test_the_choice_flips_at_the_latency_crossing(
         account=account,
         full=Cost(),
         drafts=(
-            Tried(sparse, Cost(1.0, c_p), (0, 0), GOOD),
-            Tried(kept, Cost(1.0, c_kv), (0, 0), GOOD),
+            CalibratedDraft(sparse, Cost(1.0, c_p), (0, 0), GOOD),
+            CalibratedDraft(kept, Cost(1.0, c_kv), (0, 0), GOOD),
         ),
         union=((0.3, rows, union),),
     )
@@ -365,13 +366,15 @@ def test_the_choice_flips_at_the_latency_crossing(
         (round(crossing * 0.99) - 2, sparse),
         (round(crossing * 1.01) + 2, kept),
     ):
-        ways = choose(mix([context] * rows, Setting(rows)), profile, History(), Setting(rows), 0)
+        ways = choose(
+            mix([context] * rows, WaveConfig(rows)), profile, History(), WaveConfig(rows), 0
+        )
         best = next(c for c in sorted(ways, key=lambda c: c.seconds) if c.draft is not None)
         assert best.draft is not None and best.draft.policy == expected.policy
 
 
 def test_one_wave_in_fifty_takes_a_dropped_draft_each_in_turn() -> None:
-    setting = Setting()
+    setting = WaveConfig()
     some = mix([60_000] * 8, setting)
     usual = choose(some, PROFILE, History(), setting, 0)[0].draft
     taken = [choose(some, PROFILE, History(), setting, turn)[0].draft for turn in range(2 * EVERY)]
@@ -383,33 +386,33 @@ def test_one_wave_in_fifty_takes_a_dropped_draft_each_in_turn() -> None:
 
 
 def test_strict_bounds_gamma_and_widens_every_step() -> None:
-    setting = Setting(strict=4)
+    setting = WaveConfig(strict=4)
     ways = choose(mix([60_000] * 8, setting), PROFILE, History(), setting, 0)
     assert all(c.draft is None or c.draft.gamma < 4 for c in ways)
     wide = replace(PROFILE, full=Cost(1.0, 0, token=1.0))
     dense = [
         choose(mix([100], s), wide, History(), s, 0)[0]
-        for s in (Setting(draft=None), Setting(draft=None, strict=4))
+        for s in (WaveConfig(draft=None), WaveConfig(draft=None, strict=4))
     ]
     assert dense[1].round_s == pytest.approx(dense[0].round_s + 3.0)
 
 
 def test_a_single_row_shares_its_prefix_with_nobody() -> None:
     """Whatever number of questions on the video wait for their turn."""
-    alone = Mix(
+    alone = WaveSummary(
         1,
         context=1000.0,
         visual=900.0,
         videos=1,
-        longest=Load(1000, 900, 64),
+        longest=LongestRequest(1000, 900, 64),
         kinds=(("caption", 1),),
     )
-    one_of_ten = Mix(
+    one_of_ten = WaveSummary(
         10,
         context=1000.0,
         visual=900.0,
         videos=1,
-        longest=Load(1000, 900, 64),
+        longest=LongestRequest(1000, 900, 64),
         kinds=(("caption", 10),),
     )
     reads = [Steps(PROFILE, found, 1, 0.0).round(None)[1] for found in (alone, one_of_ten)]
@@ -421,8 +424,8 @@ def test_a_single_row_shares_its_prefix_with_nobody() -> None:
 
 def test_noise_takes_time_for_every_token_that_is_drawn() -> None:
     profile = replace(PROFILE, noise=1e-3)
-    some = mix([4000] * 8, Setting())
-    lookup = Tried(Draft("ngram", gamma=5), FLAT, (0.0, 0.0), GOOD)
+    some = mix([4000] * 8, WaveConfig())
+    lookup = CalibratedDraft(Draft("ngram", gamma=5), FLAT, (0.0, 0.0), GOOD)
     for tried, tokens in ((None, 1), (replace(STD, draft=Draft("std", gamma=5)), 11), (lookup, 6)):
         greedy, drawn = (
             Steps(profile, mix=some, rows=8, grown=0.0, drawn=drawn).round(tried)[0]
@@ -432,8 +435,12 @@ def test_noise_takes_time_for_every_token_that_is_drawn() -> None:
 
 
 def paced(
-    some: Mix, profile: Profile, setting: Setting, history: History | None = None, turn: int = 0
-) -> Candidate:
+    some: WaveSummary,
+    profile: Profile,
+    setting: WaveConfig,
+    history: History | None = None,
+    turn: int = 0,
+) -> DraftOption:
     """The chosen way, which drafts."""
     chosen = choose(some, profile, history or History(), setting, turn)[0]
     assert chosen.draft is not None and chosen.pace is not None
@@ -465,7 +472,7 @@ def test_no_pace_has_a_slower_gamma_than_another(
     slow_draft: float,
 ) -> None:
     """For each number of rows and acceptance, by the seconds of a token of one row."""
-    setting = Setting(slots, strict=strict)
+    setting = WaveConfig(slots, strict=strict)
     tried = replace(INT4, cost=cheap)
     profile = replace(PROFILE, full=full, drafts=(tried,))
     speeds = {(None,): (slow_dense,), (replace(tried.draft, gamma=1),): (slow_draft,)}
@@ -502,7 +509,7 @@ def test_no_pace_has_a_slower_gamma_than_another(
 
 
 def test_a_pace_drafts_more_where_more_is_accepted_and_less_where_rows_share_the_weights() -> None:
-    setting = Setting()
+    setting = WaveConfig()
     int4 = replace(INT4, draft=Draft("full", weights="int4"))
     cheap = paced(mix([20_000], setting), replace(PROFILE, drafts=(int4,)), setting)
     assert (
@@ -520,8 +527,8 @@ def test_a_pace_drafts_more_where_more_is_accepted_and_less_where_rows_share_the
 
 def test_a_pace_has_what_the_slots_have_room_for() -> None:
     """More drafted tokens take more memory; there are never fewer slots for it."""
-    setting = Setting(64)
-    load = Load(20_100, 20_000, 256, draws="greedy")
+    setting = WaveConfig(64)
+    load = LongestRequest(20_100, 20_000, 256, draws="greedy")
     pool = [request(i, i, load.context, load.visual) for i in range(64)]
 
     def planned(memory: float) -> Wave:
@@ -541,11 +548,11 @@ def test_a_pace_has_what_the_slots_have_room_for() -> None:
 def test_a_named_draft_keeps_its_gamma_and_one_that_is_explored_its_gate_open() -> None:
     pool = (request(0, 0, 60_000),)
     for draft in (Draft("std", gamma=7), None):
-        (wave,) = plan(pool, PROFILE, History(), 1, True, Setting(draft=draft))
+        (wave,) = plan(pool, PROFILE, History(), 1, True, WaveConfig(draft=draft))
         assert wave.pace is None and wave.setup.draft == draft
-    bare = plan(pool, replace(PROFILE, drafts=()), History(), 1, True, Setting())[0]
+    bare = plan(pool, replace(PROFILE, drafts=()), History(), 1, True, WaveConfig())[0]
     assert bare.pace is None
-    setting = Setting()
+    setting = WaveConfig()
     some = mix([60_000] * 8, setting)
     usual, explored = (paced(some, PROFILE, setting, turn=turn).pace for turn in (0, 2 * EVERY - 1))
     assert usual is not None and usual.least == 0
@@ -554,14 +561,14 @@ def test_a_named_draft_keeps_its_gamma_and_one_that_is_explored_its_gate_open() 
 
 def test_a_second_model_drafts_in_every_round() -> None:
     small = replace(LLAMA, layers=2, parameters=10**9)
-    pair = Tried(
+    pair = CalibratedDraft(
         Draft("specvlm", model="small"),
         cost=Cost(1.0, 1e-4),
         once=(0.0, 0.0),
         acceptance=GOOD,
         pair=small,
     )
-    setting = Setting()
+    setting = WaveConfig()
     chosen = paced(mix([60_000] * 8, setting), replace(PROFILE, drafts=(pair,)), setting)
     assert chosen.pace is not None and chosen.pace.least == 1
 
@@ -569,6 +576,6 @@ def test_a_second_model_drafts_in_every_round() -> None:
 def test_setups_of_one_draft_are_alike_whatever_their_pace() -> None:
     """So that rows of one wave need not be through before the next one's come."""
     pool = tuple(request(i, i, 60_000 - 400 * i) for i in range(60))
-    waves = plan(pool, PROFILE, History(), 9, True, Setting(2))
+    waves = plan(pool, PROFILE, History(), 9, True, WaveConfig(2))
     assert len(waves) > 1 and len({wave.pace for wave in waves}) > 1
     assert len({wave.setup for wave in waves}) == 1

@@ -16,7 +16,7 @@ from jobs.demo_model import world
 from pipeline import read
 from pipeline.config import ROOT
 from pipeline.driver.replica import (
-    Flow,
+    RunSnapshot,
 )
 from pipeline.report.metrics import Metrics
 from pipeline.report.tally import (
@@ -133,13 +133,13 @@ def test_counters_follow_sums_from_before_they_were_made() -> None:
 
     tally = Tally(failed=Counter({"not_found": 2}))
     metrics = Metrics(SimpleNamespace(Counter=make, Gauge=make, Histogram=make))
-    metrics.publish(tally, Flow(nbytes=7), written=0)
+    metrics.publish(tally, RunSnapshot(nbytes=7), written=0)
     tally.done = 1
     tally.tokens = 30
     tally.failed["not_found"] += 1
     tally.seconds["decode"] += 0.5
-    metrics.publish(tally, Flow(decoding=3, deaths=1), written=4)
-    metrics.publish(tally, Flow(decoding=3, deaths=1), written=4)
+    metrics.publish(tally, RunSnapshot(decoding=3, deaths=1), written=4)
+    metrics.publish(tally, RunSnapshot(decoding=3, deaths=1), written=4)
     assert made["engine_deaths"].values == {(): 1}
     assert made["requests_failed"].values == {("not_found",): 3}
     assert made["engine_seconds"].values == {("decode",): 0.5}

@@ -24,7 +24,7 @@ from pipeline.output.schema import RESULT_SCHEMA, to_table
 from pipeline.output.writer import open_output
 from pipeline.records import UsageError
 from pipeline.report import data
-from pipeline.report.data import Facts
+from pipeline.report.data import ReportData
 from pipeline.report.page import headline, page, write_report
 from pipeline.report.runs import Run, last_stretch
 from pipeline.report.tables import tables
@@ -88,10 +88,12 @@ def run_of(seconds: float = 30.0, began: float = BEGAN, **values: Any) -> Run:
     return Run(**{"began": began, "seconds": seconds, **told, **values})
 
 
-def facts_of(rows: list[dict[str, Any]], runs: list[Run] | None = None, **values: Any) -> Facts:
+def facts_of(
+    rows: list[dict[str, Any]], runs: list[Run] | None = None, **values: Any
+) -> ReportData:
     errors = sum(r["status"] == "error" for r in rows)
     told = {"everything": (len(rows), errors), "summary": {}, **values}
-    return Facts(
+    return ReportData(
         "s3://archive/out",
         to_table(rows, RESULT_SCHEMA),
         [run_of()] if runs is None else runs,
@@ -136,7 +138,7 @@ def plots_in(text: str) -> dict[str, str]:
     }
 
 
-def everything() -> Facts:
+def everything() -> ReportData:
     """All that a page can show, and hostile words wherever a row can hold words."""
     hostile = {
         "video_uri": f"s3://archive/{HOSTILE}",

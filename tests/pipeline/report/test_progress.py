@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.driver.replica import Flow
+from pipeline.driver.replica import RunSnapshot
 from pipeline.records import FramePlan, Item, Planned, RequestError, RunError, VideoInfo, Wave
 from pipeline.report.progress import (
     Watch,
@@ -124,13 +124,13 @@ def test_lines_in_a_log_say_what_is_done_and_how_long_the_rest_takes(
     found = watch.counting(Batches("abc", "defgh"))
     assert [found.take(), found.take(), found.take()] == ["abc", "defgh", None]
     clock.now += 5
-    watch.look(Flow(decoding=2, waiting=3, engines=0, starting=1, nbytes=7_000_000))
+    watch.look(RunSnapshot(decoding=2, waiting=3, engines=0, starting=1, nbytes=7_000_000))
     watch.row(failed("a", "not_a_video"))
     watch.row(row("b"))
     clock.now += 1
-    watch.look(Flow())  # too early for another line
+    watch.look(RunSnapshot())  # too early for another line
     clock.now += 4
-    watch.look(Flow(decoding=2, held=3, suspects=1, deaths=1, nbytes=7_000_000))
+    watch.look(RunSnapshot(decoding=2, held=3, suspects=1, deaths=1, nbytes=7_000_000))
     assert log.getvalue().splitlines() == [
         "[5 s] 0 answered of 8; 2 videos decoding, 3 requests waiting for an engine to start; 7 MB of frames",
         "[10 s] 2 answered (1 failed) of 8; 6 tokens/s; 2.00 accepted per round; about 15 s left; "
@@ -146,7 +146,7 @@ def test_no_time_is_promised_while_more_requests_may_come(
     for name in "ab":
         watch.row(row(name))
         clock.now += 6
-        watch.look(Flow())
+        watch.look(RunSnapshot())
     assert re.search(r"2 answered of 2 and more; .* tokens/s", log.getvalue())
     assert "left;" not in log.getvalue().replace("nothing left;", "")
 
@@ -167,7 +167,7 @@ def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
         for name in "ab":
             watch.row(row(name))
             clock.now += 1
-            watch.look(Flow(held=1))
+            watch.look(RunSnapshot(held=1))
     shown = screen.getvalue()
     assert "1 answered of 2" in shown and "2 answered of 2" in shown
     assert "\r" in shown and shown.count("\n") <= 2
@@ -184,7 +184,7 @@ def test_a_run_leaves_its_record_however_it_ends(tmp_path: Path, clock: Clock) -
             clock.now += 7
             watch.row(row("b"))
             watch.row(failed("z", "not_found"))
-            watch.look(Flow(decoding=1, waiting=2, nbytes=300))
+            watch.look(RunSnapshot(decoding=1, waiting=2, nbytes=300))
             raise RunError("it ends")
 
     with pytest.raises(RunError):
@@ -215,8 +215,8 @@ def test_a_record_stays_small_and_its_sums_right(tmp_path: Path) -> None:
         log.handed_out(Wave((planned(f"{number_}", 1 + number_),), 8), float(number_))
         log.answered(row(f"{number_}"), number_ + 0.5)
         tally.add(row("x"))
-        log.sample(float(number_), tally, Flow())
-    log.sample(5000.0, tally, Flow(), last=True)
+        log.sample(float(number_), tally, RunSnapshot())
+    log.sample(5000.0, tally, RunSnapshot(), last=True)
     log.save("finished", 5000.0)
     (file,) = (tmp_path / "_runs").iterdir()
     (run,) = runs(str(tmp_path))

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import Job, parse_job
+from pipeline.config import DecodeJob, parse_job
 from pipeline.intake.requests import (
     Requests,
 )
@@ -136,19 +136,21 @@ def test_windows_without_overlap_share_no_frame_and_miss_none(
 def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) -> None:
     item = Item(str(clips / "v.mp4"), "a")
 
-    def pending(job: Job) -> list[Pending]:
+    def pending(job: DecodeJob) -> list[Pending]:
         return list(
             Requests([item, replace(item, prompt="b")], job, "r", set()).without_row(frozenset())
         )
 
-    plain = {p.request_id for p in pending(Job())}
-    cut = pending(Job(window_seconds=2.0))
+    plain = {p.request_id for p in pending(DecodeJob())}
+    cut = pending(DecodeJob(window_seconds=2.0))
     assert [p.window for p in cut] == 2 * [(0, 2), (2, 4), (4, 5)]
     names = {p.request_id for p in cut}
     assert (len(plain), len(names)) == (2, 6)
-    for other in (Job(window_seconds=2.0, window_overlap=0.5), Job(window_seconds=2.5)):
+    for other in (DecodeJob(window_seconds=2.0, window_overlap=0.5), DecodeJob(window_seconds=2.5)):
         assert not {p.request_id for p in pending(other)} & (names | plain)
-    assert {p.request_id for p in pending(Job(window_seconds=2.0, window_overlap=0.0))} == names
+    assert {
+        p.request_id for p in pending(DecodeJob(window_seconds=2.0, window_overlap=0.0))
+    } == names
 
 
 def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window_takes(
@@ -158,7 +160,7 @@ def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window
 
     def first() -> Pending:
         found = list(
-            Requests([Item(str(bad), "a")], Job(window_seconds=2.0), "r", set()).without_row(
+            Requests([Item(str(bad), "a")], DecodeJob(window_seconds=2.0), "r", set()).without_row(
                 frozenset()
             )
         )

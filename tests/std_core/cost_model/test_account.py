@@ -7,10 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2VLConfig, Qwen3MoeConfig
 
-from std_core.cost_model.account import Account, Chances, chances, speedup, tokens_per_round
+from std_core.cost_model.account import (
+    AcceptanceCurve,
+    ModelSize,
+    chances,
+    speedup,
+    tokens_per_round,
+)
 from std_core.types import Draft
 
-LLAMA = Account.of(
+LLAMA = ModelSize.of(
     LlamaConfig(
         num_hidden_layers=32,
         hidden_size=4096,
@@ -28,7 +34,7 @@ def test_known_answers_of_llama_3_1_8b() -> None:
     assert LLAMA.crossover(0.3, 0.5) / K == pytest.approx(74.3, abs=0.05)
     assert LLAMA.crossover(0.3, 0.92, rows=4) / K == pytest.approx(3.0, abs=0.05)
     assert LLAMA.bounds(128 * K, 0.3, 0.5)[1] == pytest.approx(1.60, abs=0.005)
-    four_bits = Account(**{**vars(LLAMA), "weight_bytes": 0.5})
+    four_bits = ModelSize(**{**vars(LLAMA), "weight_bytes": 0.5})
     assert four_bits.crossover(0.3, 0.5) == pytest.approx(LLAMA.crossover(0.3, 0.5) / 4)
 
 
@@ -55,7 +61,7 @@ def test_experts_that_are_not_asked_are_not_read() -> None:
         hidden_size=64, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_hidden_layers=3, vocab_size=100,
     )  # fmt: skip
-    account = Account.of(config)
+    account = ModelSize.of(config)
     assert account.projections == 64 * 16 * 2 * (4 + 2) + 2 * 3 * 64 * 32 + 64 * 16
 
 
@@ -63,8 +69,8 @@ def test_a_video_models_text_stack_is_what_counts() -> None:
     config = Qwen2VLConfig()
     text = config.get_text_config()
     assert (
-        Account.of(config).layers == text.num_hidden_layers
-        and Account.of(config).hidden == text.hidden_size
+        ModelSize.of(config).layers == text.num_hidden_layers
+        and ModelSize.of(config).hidden == text.hidden_size
     )
 
 
@@ -78,7 +84,7 @@ def test_a_video_models_text_stack_is_what_counts() -> None:
 def test_savings_are_equal_at_the_crossover(
     keep_kv: float, union: float, rows: int, weight_bytes: float, kv_bytes: float
 ) -> None:
-    account = Account(**{**vars(LLAMA), "weight_bytes": weight_bytes, "kv_bytes": kv_bytes})
+    account = ModelSize(**{**vars(LLAMA), "weight_bytes": weight_bytes, "kv_bytes": kv_bytes})
     n = account.crossover(keep_kv, union, rows)
     by_projections = account.projection_bytes * (1 - union)
     assert rows * n * account.entry_bytes * (1 - keep_kv) == pytest.approx(by_projections)
@@ -107,7 +113,7 @@ PLACES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1,
 def test_a_chance_that_is_the_same_everywhere_is_an_acceptance(
     a: float, gamma: int, places: int
 ) -> None:
-    found = Chances((a,) * places)
+    found = AcceptanceCurve((a,) * places)
     assert found.tokens(gamma) == pytest.approx(tokens_per_round(a, gamma))
     assert found.rate(gamma) == pytest.approx(a if gamma else 0.0)
 
@@ -133,14 +139,14 @@ def test_rounds_are_those_of_every_way_a_text_can_go(
     places: list[float], gamma: int, tokens: int
 ) -> None:
     """Counted out: a round writes k tokens and leaves the rest to others."""
-    found = Chances(tuple(places))
+    found = AcceptanceCurve(tuple(places))
     reached = [math.prod(map(found.at, range(place))) for place in range(gamma + 2)]
     exactly = [reached[k - 1] - (reached[k] if k <= gamma else 0.0) for k in range(1, gamma + 2)]
     needed = [0.0]
     for left in range(1, tokens + 1):
         needed.append(1 + sum(p * needed[max(0, left - k)] for k, p in enumerate(exactly, 1)))
     assert found.rounds(tokens, gamma) == pytest.approx(needed[tokens], rel=0.05)
-    assert found.rounds(0.5, gamma) >= 1 and Chances((0.0,)).rounds(tokens, gamma) == tokens
+    assert found.rounds(0.5, gamma) >= 1 and AcceptanceCurve((0.0,)).rounds(tokens, gamma) == tokens
 
 
 def test_what_is_looked_up_is_wrong_at_once_or_right_for_long() -> None:

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from std_core.cost_model import memory
-from std_core.cost_model.account import Account
-from std_core.cost_model.memory import HELD, Load, most_slots, terms, total
+from std_core.cost_model.account import ModelSize
+from std_core.cost_model.memory import HELD, LongestRequest, most_slots, terms, total
 from std_core.engine.prefill import OBSERVERS
 from std_core.kernels.attention import SPLIT
 from std_core.model import checkpoint
 from std_core.types import Draft
 
-QWEN = Account(
+QWEN = ModelSize(
     28,
     hidden=3584,
     intermediate=18944,
@@ -28,7 +28,7 @@ QWEN = Account(
     tower_turns=True,
     pixels=1176,
 )  # Qwen2-VL-7B
-LOAD = Load(context=32_768, visual=32_256, written=256)
+LOAD = LongestRequest(context=32_768, visual=32_256, written=256)
 
 
 def test_known_answers_of_qwen2_vl_7b() -> None:
@@ -62,12 +62,12 @@ def test_one_thing_at_a_time_comes_and_goes() -> None:
 
 
 def test_text_before_a_video_may_take_a_step_more() -> None:
-    load = Load(context=1024 + 400, visual=1024, written=100)
+    load = LongestRequest(context=1024 + 400, visual=1024, written=100)
     assert (
         terms(QWEN, load, 1)["kv"] == (1536 + 512) * 57_344
     )  # 1,025 and 500 entries, not 1,024 and 501
     assert (
-        terms(QWEN, Load(2000, 0, 16), 1)["kv"] == (2048 + 512) * 57_344
+        terms(QWEN, LongestRequest(2000, 0, 16), 1)["kv"] == (2048 + 512) * 57_344
     )  # text alone: 1,936 and 81
 
 
@@ -80,7 +80,7 @@ def test_a_draft_has_its_own_entries_and_weights() -> None:
     kept = terms(QWEN, LOAD, 8, Draft("std", k=1024, gamma=5))
     assert kept["draft_kv"] == 8 * 2048 * 57_344  # 1,024 kept, 774 behind them
     assert terms(QWEN, LOAD, 8, Draft("ngram"))["draft_kv"] == 0
-    text = Load(context=10_064, visual=0, written=16)
+    text = LongestRequest(context=10_064, visual=0, written=16)
     assert (
         terms(QWEN, text, 1, Draft("std", keep=0.2))["draft_kv"] == 2560 * 57_344
     )  # 2,000 kept of 10,000, 86 behind
@@ -102,7 +102,7 @@ def test_a_draft_has_its_own_entries_and_weights() -> None:
 def test_slots_fit_and_one_more_does_not(
     context: int, share: float, space: float, most: int
 ) -> None:
-    load = Load(context, int(context * share), 256)
+    load = LongestRequest(context, int(context * share), 256)
     for draft in (None, Draft("std"), Draft("std", weights="int4")):
         slots = most_slots(QWEN, load, space, most, draft=draft)
         assert 0 <= slots <= most

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2VLConfig
 
-from std_core.cost_model.account import Account
+from std_core.cost_model.account import ModelSize
 from std_core.cost_model.device_specs import (
     NAMED,
     PUBLISHED,
@@ -20,12 +20,12 @@ from std_core.cost_model.device_specs import (
 from std_core.cost_model.profile import (
     VERSION,
     Accepted,
+    CalibratedDraft,
     Cost,
     Device,
     Profile,
     Retrieved,
     Step,
-    Tried,
     from_json,
     non_negative,
     to_json,
@@ -33,7 +33,7 @@ from std_core.cost_model.profile import (
 from std_core.model.checkpoint import whole_account
 from std_core.types import Draft
 
-ACCOUNT = Account(
+ACCOUNT = ModelSize(
     2,
     hidden=64,
     intermediate=128,
@@ -52,7 +52,7 @@ PROFILE = Profile(
     prefill=(0.1, 1e-4, 1e-9),
     vision=1e-5,
     drafts=(
-        Tried(
+        CalibratedDraft(
             Draft("std"),
             cost=Cost(),
             once=(1e-3, 1e-6),
@@ -62,7 +62,7 @@ PROFILE = Profile(
             ),
             retrieved=(Retrieved(512, 32, 30, 29), Retrieved(8192, 32, 28, 12)),
         ),
-        Tried(
+        CalibratedDraft(
             Draft("specvlm", model="x"),
             cost=Cost(),
             once=(0, 0),

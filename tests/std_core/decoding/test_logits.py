@@ -15,14 +15,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from std_core.decoding.logits import Bends
-from std_core.decoding.token_sampling import Rule, bend
+from std_core.decoding.logits import LogitsProcessors
+from std_core.decoding.token_sampling import ResolvedSampling, bend
 
 CPU = torch.device("cpu")
 
 
 @st.composite
-def rules(draw: st.DrawFn) -> Rule | None:
+def rules(draw: st.DrawFn) -> ResolvedSampling | None:
     if draw(st.integers(0, 4)) == 0:
         return None
     asked = [
@@ -35,7 +35,7 @@ def rules(draw: st.DrawFn) -> Rule | None:
         TopPLogitsWarper(draw(st.sampled_from([0.001, 0.5, 0.95, 1.0]))),
     ]
     some = [processor for processor in asked if draw(st.booleans())]
-    return Rule(LogitsProcessorList(some), (3,), True, 1)
+    return ResolvedSampling(LogitsProcessorList(some), (3,), True, 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,7 +46,7 @@ def rules(draw: st.DrawFn) -> Rule | None:
     st.integers(0, 2**31),
 )
 def test_all_rows_at_once_are_transformers_own(
-    asked: list[Rule | None], width: int, coarse: bool, seed: int
+    asked: list[ResolvedSampling | None], width: int, coarse: bool, seed: int
 ) -> None:
     """Coarse scores have ties."""
     rng = torch.Generator().manual_seed(seed)
@@ -54,7 +54,7 @@ def test_all_rows_at_once_are_transformers_own(
     logits = logits.round() if coarse else logits
     history = torch.randint(0, 60, (len(asked), 30), generator=rng)
     lengths = torch.randint(1, 30 - width, (len(asked),), generator=rng)
-    bends = Bends.of(asked, 60, CPU)
+    bends = LogitsProcessors.of(asked, 60, CPU)
     assert bends is not None
     got = bends.apply(logits.clone(), history, lengths)
     want = bend(logits.clone(), asked, history, lengths)
@@ -65,5 +65,7 @@ def test_all_rows_at_once_are_transformers_own(
 
 
 def test_a_processor_that_is_not_known_is_left_to_transformers() -> None:
-    other = Rule(LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)]), (), False, None)
-    assert Bends.of([None, other], 60, CPU) is None
+    other = ResolvedSampling(
+        LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)]), (), False, None
+    )
+    assert LogitsProcessors.of([None, other], 60, CPU) is None

@@ -5,13 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
-from std_core.decoding.token_sampling import Draws, Rule, choose
+from std_core.decoding.token_sampling import ResolvedSampling, SamplingState, choose
 
 RULES = st.one_of(
     st.none(),
-    st.just(Rule(LogitsProcessorList(), (), False, None)),
-    st.just(Rule(LogitsProcessorList(), (), True, None)),
-    st.integers(0, 2**63 - 1).map(lambda seed: Rule(LogitsProcessorList(), (), True, seed)),
+    st.just(ResolvedSampling(LogitsProcessorList(), (), False, None)),
+    st.just(ResolvedSampling(LogitsProcessorList(), (), True, None)),
+    st.integers(0, 2**63 - 1).map(
+        lambda seed: ResolvedSampling(LogitsProcessorList(), (), True, seed)
+    ),
 )
 
 
@@ -23,7 +25,7 @@ RULES = st.one_of(
     st.integers(0, 2**31),
 )
 def test_each_row_draws_as_its_rule_has_it(
-    rules: list[Rule | None], width: int, vocabulary: int, seed: int
+    rules: list[ResolvedSampling | None], width: int, vocabulary: int, seed: int
 ) -> None:
     """Rows with a seed draw the same in any company; greedy ones and empty slots take the maximum;
     the others' tokens depend on the generator alone."""
@@ -31,7 +33,7 @@ def test_each_row_draws_as_its_rule_has_it(
     scores = torch.randn(len(rules), width, vocabulary, generator=rng)
     places = torch.randint(1000, (len(rules), width), generator=rng)
     tokens, again = (
-        choose(scores, Draws.of(rules, torch.Generator().manual_seed(generator)), places)
+        choose(scores, SamplingState.of(rules, torch.Generator().manual_seed(generator)), places)
         for generator in (seed, seed)
     )
     assert torch.equal(tokens, again)
@@ -41,5 +43,5 @@ def test_each_row_draws_as_its_rule_has_it(
             assert torch.equal(tokens[row], scores[row].argmax(-1))
         elif rule.seed is not None:
             assert torch.equal(
-                tokens[alone], choose(scores[alone], Draws.of([rule], rng), places[alone])
+                tokens[alone], choose(scores[alone], SamplingState.of([rule], rng), places[alone])
             )

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.suites.gpu import grid
 from jobs.suites.shared import tiny_models
-from std_core.decoding.logits import Bends
+from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import Round, Slots, decode_round, draft
 from std_core.engine import batch
 from std_core.engine.cuda_graphs import Body, Replay, pool_bytes
@@ -175,7 +175,7 @@ def test_no_family_asks_the_host(
     model = Engine.load(str(families(family))).model
     slots = grid.filled(model, 1, 80)
     slots.ahead = 2
-    slots.bends = Bends.of(slots.rules, slots.vocabulary, model.device)
+    slots.bends = LogitsProcessors.of(slots.rules, slots.vocabulary, model.device)
     with torch.inference_mode():
         body = partial(decode_round, model, slots, partial(draft, model), 1)
         with NoHost():

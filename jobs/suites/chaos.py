@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.demo_model import world
-from jobs.suites.shared.faulty_proxy import bad_network
+from jobs.suites.shared.faulty_proxy import faulty_proxy
 from pipeline import read, storage
 from pipeline.config import ROOT, parse_flags
 from pipeline.driver.decode_queue import DECODES
@@ -67,7 +67,7 @@ def run(argv: list[str]) -> dict[str, Any]:
         manifest = _fill(flags, Path(folder))
         job = _command(flags, manifest)
         _Driver([*job, "--output", f"{BUCKET}/peace"], endpoint).finish()
-        with bad_network(endpoint, flags.share, flags.seed) as (proxy, calls):
+        with faulty_proxy(endpoint, flags.share, flags.seed) as (proxy, calls):
             killed = _Storm(flags, [*job, "--output", f"{BUCKET}/storm"], proxy).run()
         figures = compare(_rows("peace"), _rows("storm"))
     kills = {f"{kind}_kills": killed[kind] for kind in ("driver", "engine", "decoder")}
@@ -139,7 +139,7 @@ def _fill(flags: Flags, folder: Path) -> str:
     lines = []
     pools = []
     for number in range(flags.clips):
-        story, file = world.write_clip(flags.seed * 1000 + number, 1)
+        story, file = world.make_clip(flags.seed * 1000 + number, 1)
         storage.put(f"{BUCKET}/in/{number}.mp4", file)
         pools.append(
             [*world.CAPTION_PROMPTS, *(question for question, _ in world.questions(story))]

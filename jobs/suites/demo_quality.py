@@ -66,7 +66,7 @@ class Tally:
         right, counted = (
             (text.strip() == asked.answer, 1)
             if asked.answer
-            else world.right_clauses(asked.scenes, text)
+            else world.score_caption(asked.scenes, text)
         )
         self.right[len(asked.scenes), kind] += right
         self.counted[len(asked.scenes), kind] += counted
@@ -151,13 +151,13 @@ def _clip(
     tokens."""
     seed = rng.getrandbits(48)
     if visual_tokens is None:
-        return world.write_clip(seed, rng.randint(1, MAX_SCENES))
+        return world.make_clip(seed, rng.randint(1, MAX_SCENES))
     scenes = rng.randint(*LONG_SCENES)
     height, width = smart_resize(
         *LONG_SIZE, geometry.factor, geometry.min_pixels, geometry.max_pixels
     )
     once = scenes * geometry.tokens(int(world.SCENE_SECONDS * LONG_RATE), height, width)
-    return world.write_clip(
+    return world.make_clip(
         seed, scenes, LONG_SIZE, LONG_RATE, repeats=max(1, round(visual_tokens / once))
     )
 

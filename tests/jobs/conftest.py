@@ -21,7 +21,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def clips() -> list[bytes]:
     """MP4 files of 1, 2 and 3 scenes, two of each."""
-    return [world.write_clip(seed, 1 + seed % 3)[1] for seed in range(6)]
+    return [world.make_clip(seed, 1 + seed % 3)[1] for seed in range(6)]
 
 
 @pytest.fixture(scope="session")

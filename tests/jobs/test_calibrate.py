@@ -39,7 +39,7 @@ def calibrated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The profile of the tiny model."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(measure.GIGABYTES, "cpu", 0.02)
+        patch.setitem(measure.BANDWIDTH_GIGABYTES, "cpu", 0.02)
         words = [
             "--model",
             str(tiny_model),

@@ -15,7 +15,7 @@ def test_every_window_gets_its_row(tiny_model: Path, ray_cluster: None, tmp_path
     """Six scenes of 2 s in windows of 4 s; all windows of a file in one pass, and a second run has
     nothing to do."""
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "long.mp4").write_bytes(world.write_clip(1, 6)[1])
+    (tmp_path / "in" / "long.mp4").write_bytes(world.make_clip(1, 6)[1])
     (tmp_path / "in" / "empty.mp4").write_bytes(b"")
     output = str(tmp_path / "out")
     flags = [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.suites.shared.faulty_proxy import MISCHIEF, bad_network
+from jobs.suites.shared.faulty_proxy import FAULTS, faulty_proxy
 from pipeline import storage, uris
 from pipeline.records import RequestError
 
@@ -379,7 +379,7 @@ def test_throttling_and_cut_connections_are_tried_again(
     s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reply that got lost makes no difference either: of two writers one is the first."""
-    with bad_network(s3.endpoint, 0.25, 3) as (endpoint, calls):
+    with faulty_proxy(s3.endpoint, 0.25, 3) as (endpoint, calls):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         for number in range(10):
             uri = storage.join(s3.bucket, f"{number}.bin")
@@ -390,4 +390,4 @@ def test_throttling_and_cut_connections_are_tried_again(
             with storage.open_read(uri) as file:
                 assert file.read() == storage.read_bytes(uri) == data
         assert len(storage.list_names(s3.bucket)) == 10
-    assert all(calls[kind] for kind in MISCHIEF)
+    assert all(calls[kind] for kind in FAULTS)

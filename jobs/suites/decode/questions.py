@@ -96,7 +96,7 @@ def _requests(engine: Engine, context: int) -> list[Request]:
 
 
 def _theirs(engine: Engine, prompts: Sequence[Inputs], tokens: int) -> list[list[int]]:
-    fed = reference.batch_of(engine.model.hf, prompts)
+    fed = reference.hf_batch(engine.model.hf, prompts)
     mask = torch.ones_like(fed["input_ids"])
     engine.model.detach()
     try:

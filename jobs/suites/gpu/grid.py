@@ -97,7 +97,7 @@ def measure(
     model: Model, drafters: dict[str, Model], size: Size, context: int, peak: float, device: str
 ) -> dict[str, Any]:
     """One context's times (ms), bytes, and what they come to."""
-    slots = filled(model, size.slots, context)
+    slots = filled_slots(model, size.slots, context)
     captured = Captured(slots, recorder) if (recorder := recorder_of(model)) else None
     slots.ahead = max(size.gammas) + 1 if captured else 0
     slots.bends = LogitsProcessors.of(slots.rules, slots.vocabulary, model.device)
@@ -163,7 +163,7 @@ def tokens(a: float, gamma: int) -> float:
 # -------------------------------------------------------------------------------------------- slots
 
 
-def filled(model: Model, count: int, context: int) -> Slots:
+def filled_slots(model: Model, count: int, context: int) -> Slots:
     """Rows at a context's end, each with a prefix of its own, a question and room for a caption."""
     slots = Slots.empty(model, count, torch.Generator(model.device))
     shared = context - TEXT

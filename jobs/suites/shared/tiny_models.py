@@ -38,7 +38,7 @@ WINDOW = 32768
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def build(family: str, folder: Path, seed: int = 5) -> Path:
+def save_tiny_model(family: str, folder: Path, seed: int = 5) -> Path:
     """Writes weights, tokenizer and processors of one of `FAMILIES` into `folder`, and returns
     it."""
     words = demo_model.tokenizer()

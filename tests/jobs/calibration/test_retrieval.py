@@ -41,9 +41,9 @@ def test_keys_are_told_once_each_somewhere_in_the_prose_and_asked_for_behind_it(
 def test_a_calibration_tries_the_drafts_that_may_stand_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(measure.GIGABYTES, "cpu", 0.02)
+    monkeypatch.setitem(measure.BANDWIDTH_GIGABYTES, "cpu", 0.02)
     grid = measure.Grid(
-        [300], rows=[1], drafts=measure.presets("std,ngram"), tokens=3, pairs=1, retrieval=True
+        [300], rows=[1], drafts=measure.parse_drafts("std,ngram"), tokens=3, pairs=1, retrieval=True
     )
-    std, ngram = measure.measure("llama", "cpu", "float32", grid, 1).drafts
+    std, ngram = measure.measure_profile("llama", "cpu", "float32", grid, 1).drafts
     assert [r.context for r in std.retrieved] == [300] and not ngram.retrieved

@@ -27,7 +27,7 @@ def test_drafted_dense_and_hugging_faces_own_tokens_are_the_same(tmp_path: Path)
     requests = []
     for seed in range(10):
         path = tmp_path / f"{seed}.mp4"
-        path.write_bytes(world.write_clip(900_000 + seed, 1 + seed % 8)[1])
+        path.write_bytes(world.make_clip(900_000 + seed, 1 + seed % 8)[1])
         info = probe(str(path))
         frames = decode(
             str(path), info, plan_frames(info, FrameOptions(), engine.checkpoint.geometry)

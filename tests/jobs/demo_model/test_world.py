@@ -19,7 +19,7 @@ def test_neighbours_can_be_told_apart_and_every_word_is_the_worlds(count: int, s
     scenes = world.draw_scenes(random.Random(seed), count)
     assert len(scenes) == count
     assert all((a.kind, a.colour) != (b.kind, b.colour) for a, b in itertools.pairwise(scenes))
-    assert world.right_clauses(scenes, world.caption(scenes)) == (count, count)
+    assert world.score_caption(scenes, world.caption(scenes)) == (count, count)
     assert len(world.questions(scenes)) == 4 * count + 1
 
 
@@ -27,12 +27,12 @@ def test_a_clause_is_right_only_with_its_place_and_all_attributes() -> None:
     a = world.Scene("small", "red", "ring", "moves up")
     b = world.Scene("large", "blue", "cross", "stays still")
     right = world.caption((a, b))
-    assert world.right_clauses((a, b), right) == (2, 2)
-    assert world.right_clauses((b, a), right) == (0, 2)
-    assert world.right_clauses((a, b), right.replace("Scene 2", "Scene 3")) == (1, 2)
-    assert world.right_clauses((a, b), right.replace("small", "large")) == (1, 2)
-    assert world.right_clauses((a, b), "") == (0, 2)
-    assert world.right_clauses((a,), right) == (1, 2)  # a scene too many
+    assert world.score_caption((a, b), right) == (2, 2)
+    assert world.score_caption((b, a), right) == (0, 2)
+    assert world.score_caption((a, b), right.replace("Scene 2", "Scene 3")) == (1, 2)
+    assert world.score_caption((a, b), right.replace("small", "large")) == (1, 2)
+    assert world.score_caption((a, b), "") == (0, 2)
+    assert world.score_caption((a,), right) == (1, 2)  # a scene too many
 
 
 @pytest.mark.parametrize("kind", world.KINDS)
@@ -85,8 +85,8 @@ def test_a_shape_stays_in_the_frame_and_moves_as_it_says(seed: int, size: tuple[
 
 
 def test_a_clip_is_h264_and_the_same_for_the_same_seed() -> None:
-    scenes, data = world.write_clip(7, 3)
-    assert (scenes, data) == world.write_clip(7, 3)
+    scenes, data = world.make_clip(7, 3)
+    assert (scenes, data) == world.make_clip(7, 3)
     with av.open(io.BytesIO(data)) as container:
         stream = container.streams.video[0]
         assert stream.codec_context.name == "h264"
@@ -94,8 +94,8 @@ def test_a_clip_is_h264_and_the_same_for_the_same_seed() -> None:
 
 
 def test_a_long_clips_scenes_are_the_short_ones_again_and_again() -> None:
-    scenes, short = world.write_clip(11, 2, (64, 64), 2)
-    same, long = world.write_clip(11, 2, (64, 64), 2, repeats=5)
+    scenes, short = world.make_clip(11, 2, (64, 64), 2)
+    same, long = world.make_clip(11, 2, (64, 64), 2, repeats=5)
     assert same == scenes
 
     def shown(data: bytes) -> np.ndarray:
@@ -115,7 +115,7 @@ def test_a_long_clips_scenes_are_the_short_ones_again_and_again() -> None:
 
 @pytest.mark.parametrize("size", world.CLIP_SIZES)
 def test_a_slate_tells_every_scene_by_number_in_the_file(size: tuple[int, int]) -> None:
-    _, data = world.write_clip(3, world.MAX_SCENES, size, 2)
+    _, data = world.make_clip(3, world.MAX_SCENES, size, 2)
     with av.open(io.BytesIO(data)) as container:
         frames = [
             frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)

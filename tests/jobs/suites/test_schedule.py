@@ -24,11 +24,16 @@ LARGE = Draft("ngram", gamma=5)
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = str(tmp_path_factory.mktemp("profile") / "profile.json")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(measure.GIGABYTES, "cpu", 0.02)
+        patch.setitem(measure.BANDWIDTH_GIGABYTES, "cpu", 0.02)
         grid = measure.Grid(
-            [90, 180], rows=[1, 2], drafts=measure.presets("std,ngram"), tokens=3, pairs=1, texts=2
+            [90, 180],
+            rows=[1, 2],
+            drafts=measure.parse_drafts("std,ngram"),
+            tokens=3,
+            pairs=1,
+            texts=2,
         )
-        write_profile(path, measure.measure("llama", "cpu", "float32", grid, 1))
+        write_profile(path, measure.measure_profile("llama", "cpu", "float32", grid, 1))
     words = [
         "--model",
         "llama",

@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("clips") / "clip.mp4"
-    path.write_bytes(world.write_clip(0, 2)[1])
+    path.write_bytes(world.make_clip(0, 2)[1])
     return str(path)
 
 

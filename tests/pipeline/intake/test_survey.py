@@ -36,7 +36,7 @@ def job(tmp_path: Path, tiny_model: Path) -> Job:
     folder = tmp_path / "videos"
     folder.mkdir()
     for number in range(2):
-        (folder / f"{number}.mp4").write_bytes(world.write_clip(number, 1)[1])
+        (folder / f"{number}.mp4").write_bytes(world.make_clip(number, 1)[1])
     (folder / "2.mp4").write_text("no video")
     return Job(input=str(folder), model=str(tiny_model))
 

@@ -63,7 +63,7 @@ def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) ->
     output = tmp_path / "out"
     videos.mkdir()
     for seed in range(3):
-        (videos / f"{seed}.mp4").write_bytes(world.write_clip(seed, 1)[1])
+        (videos / f"{seed}.mp4").write_bytes(world.make_clip(seed, 1)[1])
     (videos / "text.mp4").write_text("this is no video\n" * 100)
     (videos / "empty.mp4").write_bytes(b"")
     words = [

@@ -23,7 +23,7 @@ import torchvision.transforms.v2.functional as tvF
 from moto.server import ThreadedMotoServer
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from jobs.demo_model.world import write_clip
+from jobs.demo_model.world import make_clip
 from pipeline.records import FrameOptions, FramePlan, Frames, RequestError, VideoInfo
 from pipeline.video.frame_plan import plan_frames
 from pipeline.video.frames import Limits, decode
@@ -304,7 +304,7 @@ def test_real_footage_against_hugging_face(path: Path) -> None:
 
 def test_clips_of_the_demo(tmp_path: Path) -> None:
     for count in (1, 2, 5):
-        scenes, data = write_clip(count, count)
+        scenes, data = make_clip(count, count)
         path = tmp_path / f"{count}.mp4"
         path.write_bytes(data)
         frames = decoded(path)

@@ -173,7 +173,7 @@ def test_no_family_asks_the_host(
 ) -> None:
     """One drafted round of each, under the guard."""
     model = Engine.load(str(families(family))).model
-    slots = grid.filled(model, 1, 80)
+    slots = grid.filled_slots(model, 1, 80)
     slots.ahead = 2
     slots.bends = LogitsProcessors.of(slots.rules, slots.vocabulary, model.device)
     with torch.inference_mode():

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
 from pathlib import Path
 
 if not __package__:  # run as a script: this checkout outranks an installed copy
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from pipeline import logs
 from pipeline.config import nearest
 from pipeline.records import UsageError
+
+logger = logging.getLogger(__name__)
 
 SUITES = {  # by name, the module in `jobs/suites/`
     "acceptance": "acceptance.suite",
@@ -49,13 +53,14 @@ def main(argv: list[str]) -> int:
     )
     print(json.dumps(figures), flush=True)
     if why := figures.get("failed"):
-        print(f"{Path(__file__).name}: {why}", file=sys.stderr, flush=True)
+        logger.error("%s: %s", Path(__file__).name, why)
     return 1 if why else 0
 
 
 def _guarded(argv: list[str]) -> int:
     """Exit code 2 and a sentence for what is wrong with the command line or the machine, 1 where it
     was stopped."""
+    logs.configure()
     try:
         return main(argv)
     except UsageError as error:
@@ -64,7 +69,7 @@ def _guarded(argv: list[str]) -> int:
     except KeyboardInterrupt:
         code = 1
         why = "stopped"
-    print(f"{Path(__file__).name}: {' '.join(why.split())}", file=sys.stderr, flush=True)
+    logger.error("%s: %s", Path(__file__).name, " ".join(why.split()))
     return code
 
 

@@ -9,6 +9,7 @@ Standard output ends with one JSON object that names the page.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from pipeline.config import parse_flags
 from pipeline.job import guarded
 from pipeline.records import UsageError
 from pipeline.report.page import headline, write_report
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def main(argv: list[str]) -> int:
     if not flags.output:
         raise UsageError("--output is missing")
     page, facts = write_report(flags.output, flags.price_per_hour)
-    print(headline(facts), file=sys.stderr)
+    logger.info("%s", headline(facts))
     print(
         json.dumps(
             {"report": page, "rows": facts.table.num_rows, "errors": sum(facts.failures.values())}

@@ -5,14 +5,15 @@ failed than allowed."""
 from __future__ import annotations
 
 import json
+import logging
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipeline import logs
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, parse_job
 from pipeline.intake.survey import JobFacts, SubprocessSurvey, Surveyor
 from pipeline.output import rows
@@ -32,7 +33,9 @@ from pipeline.records import (
     UsageError,
     Wave,
 )
-from pipeline.report.progress import Watch
+from pipeline.report.monitor import RunMonitor
+
+logger = logging.getLogger(__name__)
 
 
 def main(
@@ -55,6 +58,7 @@ def main(
 def guarded(prog: str, work: Callable[[], int]) -> int:
     """Turns the ways in which a run ends early into an exit code and one sentence on standard
     error."""
+    logs.configure()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return work()
@@ -69,7 +73,7 @@ def guarded(prog: str, work: Callable[[], int]) -> int:
 
 
 def _say(prog: str, sentence: str, code: int) -> int:
-    print(f"{prog}: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+    logger.error("%s: %s", prog, " ".join(sentence.split()))
     return code
 
 
@@ -131,10 +135,8 @@ def outlook_of(job: Job, facts: JobFacts) -> dryrun.Outlook:
     if job.mode == "sparse" and draft is not None and (why := unfit_alone(profile, draft)):
         if job.profile:
             raise UsageError(f"--mode sparse is refused: {why}")
-        print(
-            f"--mode sparse: nothing shows that its texts hold what is asked for: {why}",
-            file=sys.stderr,
-            flush=True,
+        logger.warning(
+            "--mode sparse: nothing shows that its texts hold what is asked for: %s", why
         )
     return dryrun.Outlook(profile, wave_config_of(job, draft, facts.draws), job.price_per_hour)
 
@@ -172,20 +174,20 @@ def run_job(
         }
         with (
             open_output(job.output, facts.input_schema, **options) as output,
-            Watch(job.output, rows.about(job, draft), lambda: output.new) as watch,
+            RunMonitor(job.output, rows.about(job, draft), lambda: output.new) as monitor,
         ):
-            recorder = _Recorder(output, rows.Provenance(job, facts.revision, draft), watch)
-            found = watch.counting(surveyor.begin(output.done, output.done & output.failed))
+            recorder = _Recorder(output, rows.Provenance(job, facts.revision, draft), monitor)
+            found = monitor.count_requests(surveyor.begin(output.done, output.done & output.failed))
             pool = Pool(
                 found,
                 failed=recorder.failed,
-                handed=watch.handed_out,
+                handed=monitor.record_wave,
                 profile_on=profile_on,
                 setting=setting,
             )
             decoded = 0
             while pool.waiting():
-                watch.reading()
+                monitor.show_reading()
             if not pool.empty:
                 # starts Ray's machinery, which a run without work does without
                 from pipeline.driver.cluster import (
@@ -197,7 +199,7 @@ def run_job(
                     pool,
                     facts.window,
                     recorder.answered,
-                    watch,
+                    monitor,
                     tick=output.flush_due,
                     **driving,
                 )
@@ -212,12 +214,12 @@ def run_job(
 
 
 class _Recorder:
-    """Writes rows, shows them to the watch, and counts those that are errors."""
+    """Writes rows, shows them to the monitor, and counts those that are errors."""
 
-    def __init__(self, output: Output, run: rows.Provenance, watch: Watch):
+    def __init__(self, output: Output, run: rows.Provenance, monitor: RunMonitor):
         self.output = output
         self.run = run
-        self.watch = watch
+        self.monitor = monitor
         self.errors = 0
 
     def failed(self, failure: Failed) -> None:
@@ -229,4 +231,4 @@ class _Recorder:
     def _add(self, row: dict[str, Any]) -> None:
         self.errors += row["status"] == "error"
         self.output.add(row)
-        self.watch.row(row)
+        self.monitor.record_row(row)

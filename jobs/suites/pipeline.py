@@ -79,11 +79,11 @@ class _Measured:
         self.began = self.began or self.ended - result.decode_s
         self.worked += result.vision_s + result.prefill_s + result.decode_s
 
-    def attach(self, instruments: Any, **where: Any) -> None:
+    def attach_metrics(self, instruments: Any, **where: Any) -> None:
         """What bounds it."""
         self.bound = where["max_bytes_in_flight"]
 
-    def look(self, flow: RunSnapshot) -> None:
+    def update(self, flow: RunSnapshot) -> None:
         """What is where."""
         self.flow = flow
 

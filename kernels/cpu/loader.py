@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 SOURCES = ("attention.cpp", "linear.cpp", "draft_linear.cpp", "gumbel_noise.cpp")
@@ -80,10 +83,7 @@ def _kernels() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
         if not built.exists():
             _build(compiler, built)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(
-            f"the CPU kernels could not be built, PyTorch's operations serve: {error}",
-            file=sys.stderr,
-        )
+        logger.warning("the CPU kernels could not be built, PyTorch's operations serve: %s", error)
         return {}
     library = ctypes.CDLL(str(built))
     found = {}

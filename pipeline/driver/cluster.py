@@ -28,12 +28,12 @@ STARTS = 3  # tries to start Ray on this machine
 
 
 class Watcher(Protocol):
-    """Who is told how a run goes, as `pipeline.report.progress.Watch` is."""
+    """Who is told how a run goes, as `pipeline.report.monitor.RunMonitor` is."""
 
-    def attach(self, instruments: Any, **where: Any) -> None:
+    def attach_metrics(self, instruments: Any, **where: Any) -> None:
         """Once there are engines: metrics, and figures of the run."""
 
-    def look(self, flow: RunSnapshot) -> None:
+    def update(self, flow: RunSnapshot) -> None:
         """At every turn of the driver."""
 
 
@@ -67,7 +67,7 @@ def drive(
             settings[name] = getattr(job, name)
         waves.begin(device_of(settings["device"]), count)
         bound = job.max_bytes_in_flight or int(ray.cluster_resources()["object_store_memory"] / 4)
-        watch.attach(
+        watch.attach_metrics(
             ray.util.metrics, engines=count, device=settings["device"], max_bytes_in_flight=bound
         )
         backend = RayBackend(load, decoder=decode, job=job, options=options, settings=settings)
@@ -81,7 +81,7 @@ def drive(
             waves=waves,
             emit=emit,
             tick=tick,
-            notice=watch.look,
+            notice=watch.update,
             backend=backend,
             replicas=replicas,
             intake=intake,

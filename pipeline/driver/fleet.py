@@ -5,8 +5,8 @@ Everything here is in one thread, so that every request is handed on exactly onc
 
 from __future__ import annotations
 
+import logging
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -30,6 +30,8 @@ from pipeline.records import (
     RunError,
 )
 from std_core.types import Result
+
+logger = logging.getLogger(__name__)
 
 BEAT = 1.0  # s between two questions to an engine how far it is
 DRAIN = 20.0  # s that engines may go on after SIGTERM
@@ -297,8 +299,9 @@ class Fleet:
             raise RunError(f"the engine is gone: {why}, {self.barren} times in a row; {RESUMES}")
         self.handover.returned.extend(queue)
         queue.clear()
-        told = f"engine {replica.number} is replaced: {why}; {len(held)} requests run again"
-        print(told, file=sys.stderr, flush=True)
+        logger.warning(
+            "engine %d is replaced: %s; %d requests run again", replica.number, why, len(held)
+        )
 
     def _shrink(self, slots: int) -> None:
         """In all engines: what was planned is too much for one of them."""

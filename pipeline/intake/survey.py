@@ -6,6 +6,7 @@ and headers are read beside their work, not in between."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pipeline.records import (
         Found,
     )
+
+logger = logging.getLogger(__name__)
 
 # no folder of the user's may pass for this package: relative inputs keep the working directory what
 # it is
@@ -180,8 +183,9 @@ class SubprocessSurvey:
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
         if status >= 0 or self._wary or not self._begun:
             raise RunError(f"the process that reads the input was ended {how}; {RESUMES}")
-        said = f"the process that reads the input was ended {how}: each file apart from now on"
-        print(said, file=sys.stderr, flush=True)
+        logger.warning(
+            "the process that reads the input was ended %s: each file apart from now on", how
+        )
         self._end()
         self._wary = True
         self._start()

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from pipeline import storage
 from pipeline.output import parts
 from pipeline.records import RequestError
-from pipeline.report.runs import Run, last_stretch, runs
+from pipeline.report.runs import Run, latest_job, read_runs
 
 PHASES = ("vision", "prefill", "decode")
 BINS = 60  # of a plot over time
@@ -120,7 +120,7 @@ class ReportData:
 def gather(output: str, price: float | None = None) -> ReportData:
     """Reads an output. Raises UsageError where there is none, RequestError."""
     table = parts.read(output)
-    last = last_stretch(runs(output))
+    last = latest_job(read_runs(output))
     errors = pc.sum(pc.equal(table["status"], "error")).as_py() or 0
     everything = (table.num_rows, errors)
     if last:  # clocks may differ by a second between what wrote the row and what began the run

@@ -23,7 +23,7 @@ from pipeline.report.drawing import (
     thousands,
     times,
 )
-from pipeline.report.progress import number as said
+from pipeline.report.monitor import number as said
 from pipeline.report.runs import SAMPLE
 
 

@@ -13,7 +13,7 @@ from pipeline.report import data
 from pipeline.report.data import ReportData
 from pipeline.report.drawing import Plot
 from pipeline.report.figures import plots
-from pipeline.report.progress import duration, number
+from pipeline.report.monitor import duration, number
 from pipeline.report.tables import count, tables, text
 
 NAME = "_report.html"

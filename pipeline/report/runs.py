@@ -28,7 +28,7 @@ WAVE = ("began", "ended", "requests", "shortest", "longest", "engine_s")
 
 
 @dataclass
-class RunLog:
+class RunRecorder:
     """The record of a run under way. Seconds count from the run's begin.
 
     Attributes: samples: rows of `SAMPLE`; from 256 on every second one is dropped, and they are
@@ -64,7 +64,7 @@ class RunLog:
             self.samples = self.samples[::2]
             self._every = 2 * self._every
 
-    def handed_out(self, wave: Wave, second: float) -> None:
+    def record_wave(self, wave: Wave, second: float) -> None:
         """Notes that a wave's turn has come."""
         contexts = [request.context for request in wave.requests]
         row = [round(second, 2), round(second, 2), len(contexts), min(contexts), max(contexts), 0.0]
@@ -128,7 +128,7 @@ class Run:
         return self.began + self.seconds
 
 
-def runs(output: str) -> list[Run]:
+def read_runs(output: str) -> list[Run]:
     """The runs that left a record, in the order of their begins; what is no record counts as
     absent. Raises RequestError."""
     folder = storage.join(output, FOLDER)
@@ -151,7 +151,7 @@ def _parsed(data: bytes) -> Run | None:
     return Run(**{name: record[name] for name in Run.__dataclass_fields__})
 
 
-def last_stretch(found: list[Run], gap: float = 3600.0) -> list[Run]:
+def latest_job(found: list[Run], gap: float = 3600.0) -> list[Run]:
     """The last run and those before it that ended less than `gap` seconds before the next began: a
     job that was stopped and went on is one job to the person who started it."""
     stretch = found[-1:]

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline import storage
 from pipeline.report.data import PHASES, ReportData
-from pipeline.report.progress import duration
+from pipeline.report.monitor import duration
 
 # rows in the tables at most
 SLOWEST = 10

@@ -338,9 +338,9 @@ WRONG = {
 PROBE = """
 import json, sys
 from pipeline.job import main
-from pipeline.intake.survey_process import Here
+from pipeline.intake.survey_process import InProcessSurvey
 for words in json.load(sys.stdin):
-    print("code", main(words, "test", survey=Here), "ray" in sys.modules, flush=True)
+    print("code", main(words, "test", survey=InProcessSurvey), "ray" in sys.modules, flush=True)
     print("end", file=sys.stderr, flush=True)
 """
 

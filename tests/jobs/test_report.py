@@ -10,7 +10,7 @@ from pipeline import read
 from pipeline.config import ROOT, parse_job
 from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import run_job
-from pipeline.report.runs import runs
+from pipeline.report.runs import read_runs
 
 SCRIPT = ROOT / "jobs" / "report.py"
 
@@ -36,7 +36,7 @@ def test_a_run_into_a_bucket_and_its_report(
     summary = run_job(parse_job(words, "test"), "Describe this video.", survey=InProcessSurvey)
     said = capsys.readouterr().err.splitlines()[-1]
     assert "7 answered (1 failed) of 7" in said and said.endswith("nothing left; 0 MB of frames")
-    (run,) = runs(f"{s3.bucket}/out")
+    (run,) = read_runs(f"{s3.bucket}/out")
     assert (run.outcome, run.about["engines"], run.about["draft"]) == ("finished", 1, "std")
     assert run.samples[-1][1:3] == [7, 1] and run.samples[-1][3] == summary["tokens"]
     rows = read(f"{s3.bucket}/out").to_pylist()

@@ -58,10 +58,10 @@ class Seen:
         )
         return self
 
-    def attach(self, instruments: Any, **where: Any) -> None:
+    def attach_metrics(self, instruments: Any, **where: Any) -> None:
         self.where = where
 
-    def look(self, flow: RunSnapshot) -> None:
+    def update(self, flow: RunSnapshot) -> None:
         self.flows.append(flow)
 
     def once(self) -> bool:

@@ -93,7 +93,7 @@ def test_what_is_wrong_is_raised_where_it_is_asked_for(job: Job, tmp_path: Path)
 
 
 def test_a_survey_that_is_killed_is_gone_on_with_once(
-    job: Job, capfd: pytest.CaptureFixture[str]
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a part of the input was handed on; the second time there is nothing to blame."""
     with InProcessSurvey(job, PROMPTS) as here:
@@ -105,7 +105,7 @@ def test_a_survey_that_is_killed_is_gone_on_with_once(
         survey._process.send_signal(signal.SIGSEGV)
         assert sorted(ids(drain(found))) == sorted(whole[2:])
         assert (survey.closing.requests, survey.closing.failed) == (6, 1)
-        assert "was ended by SIGSEGV: each file apart from now on" in capfd.readouterr().err
+        assert "was ended by SIGSEGV: each file apart from now on" in caplog.text
         survey._process.wait()
         survey._closing = None  # as if there were more
         with pytest.raises(

@@ -26,7 +26,7 @@ from pipeline.records import UsageError
 from pipeline.report import data
 from pipeline.report.data import ReportData
 from pipeline.report.page import headline, page, write_report
-from pipeline.report.runs import Run, last_stretch
+from pipeline.report.runs import Run, latest_job
 from pipeline.report.tables import tables
 
 BEGAN = 1_796_000_000.0  # s since 1970
@@ -391,8 +391,8 @@ def test_buckets_add_up_by_context_and_draft() -> None:
 
 def test_a_job_that_went_on_is_one_job_and_last_nights_is_another() -> None:
     runs = [run_of(600, BEGAN + at) for at in (0, 86_400, 86_400 + 1200, 86_400 + 5000)]
-    assert last_stretch(runs) == runs[1:]
-    assert last_stretch(runs[:1]) == runs[:1] and last_stretch([]) == []
+    assert latest_job(runs) == runs[1:]
+    assert latest_job(runs[:1]) == runs[:1] and latest_job([]) == []
 
 
 # ------------------------------------------------------------------------------------- real outputs
@@ -429,10 +429,10 @@ def test_only_the_last_job_is_told_of(tmp_path: Path) -> None:
     with open_output(str(tmp_path), pa.schema([])) as output:
         for one in old + new:
             output.add(one)
-    from pipeline.report.runs import RunLog
+    from pipeline.report.runs import RunRecorder
 
     for began in (BEGAN, BEGAN + 89_995):
-        log = RunLog(str(tmp_path), {"engines": 1}, began)
+        log = RunRecorder(str(tmp_path), {"engines": 1}, began)
         log.save("stopped", 30.0)
     _, facts = write_report(str(tmp_path))
     assert facts.table.num_rows == 2 and facts.everything == (7, 0) and len(facts.runs) == 1

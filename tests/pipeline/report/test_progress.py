@@ -12,12 +12,12 @@ from rich.console import Console
 
 from pipeline.driver.replica import RunSnapshot
 from pipeline.records import FramePlan, Item, Planned, RequestError, RunError, VideoInfo, Wave
-from pipeline.report.progress import (
-    Watch,
+from pipeline.report.monitor import (
+    RunMonitor,
     duration,
     number,
 )
-from pipeline.report.runs import SAMPLES, WAVES, RunLog, runs
+from pipeline.report.runs import SAMPLES, WAVES, RunRecorder, read_runs
 from pipeline.report.tally import (
     Tally,
 )
@@ -93,8 +93,8 @@ def log() -> io.StringIO:
 
 
 @pytest.fixture
-def watch(tmp_path: Path, clock: Clock, log: io.StringIO) -> Iterator[Watch]:
-    with Watch(
+def monitor(tmp_path: Path, clock: Clock, log: io.StringIO) -> Iterator[RunMonitor]:
+    with RunMonitor(
         str(tmp_path),
         about={"model": "demo"},
         written=lambda: 0,
@@ -119,18 +119,18 @@ def test_a_tally_is_the_sum_of_its_rows() -> None:
 
 
 def test_lines_in_a_log_say_what_is_done_and_how_long_the_rest_takes(
-    watch: Watch, clock: Clock, log: io.StringIO
+    monitor: RunMonitor, clock: Clock, log: io.StringIO
 ) -> None:
-    found = watch.counting(Batches("abc", "defgh"))
+    found = monitor.count_requests(Batches("abc", "defgh"))
     assert [found.take(), found.take(), found.take()] == ["abc", "defgh", None]
     clock.now += 5
-    watch.look(RunSnapshot(decoding=2, waiting=3, engines=0, starting=1, nbytes=7_000_000))
-    watch.row(failed("a", "not_a_video"))
-    watch.row(row("b"))
+    monitor.update(RunSnapshot(decoding=2, waiting=3, engines=0, starting=1, nbytes=7_000_000))
+    monitor.record_row(failed("a", "not_a_video"))
+    monitor.record_row(row("b"))
     clock.now += 1
-    watch.look(RunSnapshot())  # too early for another line
+    monitor.update(RunSnapshot())  # too early for another line
     clock.now += 4
-    watch.look(RunSnapshot(decoding=2, held=3, suspects=1, deaths=1, nbytes=7_000_000))
+    monitor.update(RunSnapshot(decoding=2, held=3, suspects=1, deaths=1, nbytes=7_000_000))
     assert log.getvalue().splitlines() == [
         "[5 s] 0 answered of 8; 2 videos decoding, 3 requests waiting for an engine to start; 7 MB of frames",
         "[10 s] 2 answered (1 failed) of 8; 6 tokens/s; 2.00 accepted per round; about 15 s left; "
@@ -140,34 +140,38 @@ def test_lines_in_a_log_say_what_is_done_and_how_long_the_rest_takes(
 
 
 def test_no_time_is_promised_while_more_requests_may_come(
-    watch: Watch, clock: Clock, log: io.StringIO
+    monitor: RunMonitor, clock: Clock, log: io.StringIO
 ) -> None:
-    watch.counting(Batches("ab", "c")).take()
+    monitor.count_requests(Batches("ab", "c")).take()
     for name in "ab":
-        watch.row(row(name))
+        monitor.record_row(row(name))
         clock.now += 6
-        watch.look(RunSnapshot())
+        monitor.update(RunSnapshot())
     assert re.search(r"2 answered of 2 and more; .* tokens/s", log.getvalue())
     assert "left;" not in log.getvalue().replace("nothing left;", "")
 
 
-def test_a_long_reading_of_the_input_is_told(watch: Watch, clock: Clock, log: io.StringIO) -> None:
-    found = watch.counting(Batches("a", "b", "c"))
+def test_a_long_reading_of_the_input_is_told(
+    monitor: RunMonitor, clock: Clock, log: io.StringIO
+) -> None:
+    found = monitor.count_requests(Batches("a", "b", "c"))
     while found.take() is not None:
         clock.now += 3
-        watch.reading()
+        monitor.show_reading()
     assert log.getvalue().splitlines() == ["[6 s] reading the input: 2 requests"]
 
 
 def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160)
-    with Watch(str(tmp_path), about={}, written=lambda: 0, console=console, clock=clock) as watch:
-        watch.counting(Batches("ab")).take()
+    with RunMonitor(
+        str(tmp_path), about={}, written=lambda: 0, console=console, clock=clock
+    ) as monitor:
+        monitor.count_requests(Batches("ab")).take()
         for name in "ab":
-            watch.row(row(name))
+            monitor.record_row(row(name))
             clock.now += 1
-            watch.look(RunSnapshot(held=1))
+            monitor.update(RunSnapshot(held=1))
     shown = screen.getvalue()
     assert "1 answered of 2" in shown and "2 answered of 2" in shown
     assert "\r" in shown and shown.count("\n") <= 2
@@ -175,21 +179,21 @@ def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
 
 def test_a_run_leaves_its_record_however_it_ends(tmp_path: Path, clock: Clock) -> None:
     def stopped() -> None:
-        with Watch(
+        with RunMonitor(
             str(tmp_path), about={"model": "m"}, written=lambda: 0, console=_quiet(), clock=clock
-        ) as watch:
+        ) as monitor:
             waves = [Wave((planned("a", 50), planned("b", 90)), 8), Wave((planned("c", 40),), 8)]
             for wave in waves:
-                watch.handed_out(wave)
+                monitor.record_wave(wave)
             clock.now += 7
-            watch.row(row("b"))
-            watch.row(failed("z", "not_found"))
-            watch.look(RunSnapshot(decoding=1, waiting=2, nbytes=300))
+            monitor.record_row(row("b"))
+            monitor.record_row(failed("z", "not_found"))
+            monitor.update(RunSnapshot(decoding=1, waiting=2, nbytes=300))
             raise RunError("it ends")
 
     with pytest.raises(RunError):
         stopped()
-    (run,) = runs(str(tmp_path))
+    (run,) = read_runs(str(tmp_path))
     assert (run.outcome, run.seconds, run.about) == ("stopped", 7.0, {"model": "m"})
     assert run.waves == [[0.0, 7.0, 2, 50, 90, 0.8], [0.0, 0.0, 1, 40, 40, 0.0]]
     assert run.samples[-1] == [7.0, 2, 1, 30, 0.8, 1, 2, 300]
@@ -197,11 +201,11 @@ def test_a_run_leaves_its_record_however_it_ends(tmp_path: Path, clock: Clock) -
 
 def test_no_record_where_nothing_was_done_or_storage_is_what_failed(tmp_path: Path) -> None:
     def without_storage() -> None:
-        with Watch(str(tmp_path), {}, lambda: 0, _quiet()) as watch:
-            watch.row(row("a"))
+        with RunMonitor(str(tmp_path), {}, lambda: 0, _quiet()) as monitor:
+            monitor.record_row(row("a"))
             raise RequestError("storage_error", "the disk is full")
 
-    with Watch(str(tmp_path), {}, lambda: 0, _quiet()):
+    with RunMonitor(str(tmp_path), {}, lambda: 0, _quiet()):
         pass
     with pytest.raises(RequestError):
         without_storage()
@@ -209,17 +213,17 @@ def test_no_record_where_nothing_was_done_or_storage_is_what_failed(tmp_path: Pa
 
 
 def test_a_record_stays_small_and_its_sums_right(tmp_path: Path) -> None:
-    log = RunLog(str(tmp_path), {})
+    log = RunRecorder(str(tmp_path), {})
     tally = Tally()
     for number_ in range(5000):
-        log.handed_out(Wave((planned(f"{number_}", 1 + number_),), 8), float(number_))
+        log.record_wave(Wave((planned(f"{number_}", 1 + number_),), 8), float(number_))
         log.answered(row(f"{number_}"), number_ + 0.5)
         tally.add(row("x"))
         log.sample(float(number_), tally, RunSnapshot())
     log.sample(5000.0, tally, RunSnapshot(), last=True)
     log.save("finished", 5000.0)
     (file,) = (tmp_path / "_runs").iterdir()
-    (run,) = runs(str(tmp_path))
+    (run,) = read_runs(str(tmp_path))
     assert file.stat().st_size < 60_000
     assert len(run.samples) <= SAMPLES + 1 and len(run.waves) <= WAVES
     assert sum(wave[2] for wave in run.waves) == 5000
@@ -238,12 +242,12 @@ def test_what_is_no_record_is_passed_over(tmp_path: Path) -> None:
         "d.txt": b"x",
     }.items():
         (tmp_path / "_runs" / name).write_bytes(content)
-    assert runs(str(tmp_path)) == []
-    assert runs(str(tmp_path / "nowhere")) == []
+    assert read_runs(str(tmp_path)) == []
+    assert read_runs(str(tmp_path / "nowhere")) == []
 
 
 def test_records_are_plain_json(tmp_path: Path) -> None:
-    RunLog(str(tmp_path), {"engines": 1}).save("running", 0.0)
+    RunRecorder(str(tmp_path), {"engines": 1}).save("running", 0.0)
     (file,) = (tmp_path / "_runs").iterdir()
     assert re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{8}\.json", file.name)
     assert json.loads(file.read_text())["outcome"] == "running"

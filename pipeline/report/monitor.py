@@ -18,7 +18,7 @@ from pipeline.driver.replica import RunSnapshot
 from pipeline.intake.prefetch import Source
 from pipeline.records import RequestError, Wave
 from pipeline.report.metrics import Instruments, Metrics
-from pipeline.report.runs import RunLog
+from pipeline.report.runs import RunRecorder
 from pipeline.report.tally import Tally
 
 LINE = 5.0  # s between two lines in a log
@@ -28,7 +28,7 @@ SAVE = 60.0  # s between two saves of the run's record, for runs that are killed
 T = TypeVar("T", bound=Sized)
 
 
-class Watch:
+class RunMonitor:
     """The eyes on one run; a context manager, so that the last line is told and the record is saved
     however it ends.
 
@@ -51,7 +51,7 @@ class Watch:
         self._began = clock()
         self.tally = Tally()
         self.flow = RunSnapshot()
-        self._log = RunLog(output, dict(about))
+        self._log = RunRecorder(output, dict(about))
         self._written = written
         self._screen = Screen(console or Console(file=sys.stderr))
         self._metrics: Metrics | None = None
@@ -59,7 +59,7 @@ class Watch:
         self._recent: deque[tuple[float, int, int]] = deque()  # s, answered, tokens
         self._told = self._saved = self._seconds()
 
-    def counting(self, found: Source[T]) -> Source[T]:
+    def count_requests(self, found: Source[T]) -> Source[T]:
         """The same batches of requests without a row, counted as they pass."""
         self._found = Counted(found)
         return self._found
@@ -74,29 +74,29 @@ class Watch:
         """Whether that is all."""
         return self._found is not None and self._found.closed
 
-    def reading(self) -> None:
+    def show_reading(self) -> None:
         """To be called while there is nothing yet that could run."""
         self._tell("reading the input")
 
-    def handed_out(self, wave: Wave) -> None:
+    def record_wave(self, wave: Wave) -> None:
         """Takes note of a wave whose turn has come."""
-        self._log.handed_out(wave, self._seconds())
+        self._log.record_wave(wave, self._seconds())
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def record_row(self, row: Mapping[str, Any]) -> None:
         """Takes note of a request's row."""
         self.tally.add(row)
         self._log.answered(row, self._seconds())
         if self._metrics is not None:
             self._metrics.row(row)
 
-    def attach(self, instruments: Instruments, **where: Any) -> None:
+    def attach_metrics(self, instruments: Instruments, **where: Any) -> None:
         """From now on metrics are published; `where` (engines, device, ...) goes into the
         record."""
         self._log.about.update(where)
         self._metrics = Metrics(instruments)
         self._log.save("running", self._seconds())
 
-    def look(self, flow: RunSnapshot) -> None:
+    def update(self, flow: RunSnapshot) -> None:
         """To be called at every turn of the driver, about once a second."""
         self.flow = flow
         self._log.sample(self._seconds(), self.tally, flow)
@@ -107,7 +107,7 @@ class Watch:
             self._saved = self._seconds()
             self._log.save("running", self._saved)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> RunMonitor:
         return self
 
     def __exit__(

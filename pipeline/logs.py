@@ -1,0 +1,49 @@
+"""Logging of this project: every module logs to `logging.getLogger(__name__)`, and a program calls
+`configure` once to write those messages to standard error.
+
+Other libraries' loggers keep their own configuration. Without `configure` Python's default
+applies: warnings and errors go to standard error, the rest is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+LEVELS = ("debug", "info", "warning", "error")
+# The roots of the loggers of this project; a job that runs as a script is named `__main__`.
+LOGGERS = ("pipeline", "std_core", "jobs", "__main__")
+
+
+class StderrHandler(logging.Handler):
+    """Writes messages to the `sys.stderr` of the moment, which `rich` replaces while it draws a
+    progress bar: messages then appear above the bar instead of inside it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+def configure(level: str = "info") -> None:
+    """Write this project's log messages of `level` and above to standard error, as plain text.
+
+    A further call changes the level.
+
+    Args:
+        level: One of `LEVELS`.
+
+    Raises:
+        ValueError: `level` is not one of them.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"log level {level!r} is not one of {', '.join(LEVELS)}")
+    handler = StderrHandler()
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.setLevel(level.upper())
+        for other in list(logger.handlers):
+            if isinstance(other, StderrHandler):
+                logger.removeHandler(other)
+        logger.addHandler(handler)

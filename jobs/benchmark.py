@@ -18,7 +18,7 @@ if not __package__:  # run as a script: this checkout outranks an installed copy
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from pipeline import logs
-from pipeline.config import nearest
+from pipeline.command_line import did_you_mean
 from pipeline.records import UsageError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,9 @@ def main(argv: list[str]) -> int:
     at = words.index("--suite")
     name = words[at + 1]
     if name not in known:
-        raise UsageError(f"--suite {name!r} is none of {', '.join(known)}{nearest(name, known)}")
+        raise UsageError(
+            f"--suite {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}"
+        )
     figures = importlib.import_module(f"jobs.suites.{SUITES[name]}").run(
         words[:at] + words[at + 2 :]
     )

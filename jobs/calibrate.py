@@ -21,7 +21,9 @@ if not __package__:  # run as a script: this checkout outranks an installed copy
 
 import torch
 
-from pipeline.config import parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
 from pipeline.job import guarded
 from pipeline.plan.profile_file import write_profile
 from pipeline.records import UsageError

@@ -24,7 +24,14 @@ from rich.table import Table
 
 from jobs.demo_model import world
 from pipeline import read
-from pipeline.config import ROOT, Job, draft_of, parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
+from pipeline.config import (
+    ROOT,
+    Job,
+    draft_of,
+)
 from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import guarded, run_job
 

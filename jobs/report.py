@@ -17,7 +17,9 @@ from pathlib import Path
 if not __package__:  # run as a script: this checkout outranks an installed copy
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.config import parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
 from pipeline.job import guarded
 from pipeline.records import UsageError
 from pipeline.report.page import headline, write_report

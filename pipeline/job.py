@@ -84,7 +84,7 @@ def _main(
     dry: bool,
     survey: Callable[[Job, Sequence[str]], Surveyor],
 ) -> int:
-    job = parse_job(argv, prog, needs=("input",) if dry else ("input", "output"))
+    job = parse_job(argv, prog, required=("input",) if dry else ("input", "output"))
     if dry or job.dry_run:
         return plan_job(job, default_prompt)
     result = run_job(job, default_prompt, survey)
@@ -153,8 +153,9 @@ def run_job(
 ) -> dict[str, Any]:
     """Answers what has no row yet, and returns the summary that it also writes to the output.
 
-    Args: survey: where the input is read; `pipeline.intake.survey_process.InProcessSurvey` in a process that
-        has PyTorch loaded anyway. driving: keywords of `pipeline.driver.cluster.drive`.
+    Args: survey: where the input is read; `pipeline.intake.survey_process.InProcessSurvey` in a
+        process that has PyTorch loaded anyway. driving: keywords of
+        `pipeline.driver.cluster.drive`.
 
     Raises: UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended
         early and resumes.

@@ -6,6 +6,7 @@ contract's codes; a `UsageError` ends a run before it starts (exit code 2)."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -67,26 +68,30 @@ class RunError(Exception):
     sentence says why."""
 
 
+def _frame_flag(default: Any, text: str) -> Any:
+    """A field with the help text of its flag, which `pipeline.command_line` makes of it."""
+    return field(default=default, metadata={"help": text, "group": "Frames"})
+
+
 @dataclass(frozen=True)
 class FrameOptions:
-    """Which frames of a video are looked at, by Qwen's names.
+    """Which frames of a video are sampled, and their size, under Qwen's names."""
 
-    Args: fps: frames sampled per second; ignored where `nframes` is given. nframes: frames sampled
-        in all. min_frames, max_frames: bounds of the number of frames sampled by `fps`. min_pixels,
-        max_pixels: bounds of a frame's size after the resize; the model's own where not given.
-        total_pixels: bound of all frames' pixels together. video_start, video_end: the part of the
-        video that is looked at, in seconds.
-    """
-
-    fps: float = 2.0
-    nframes: int | None = None
-    min_frames: int = 4
-    max_frames: int = 768
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    total_pixels: int | None = None
-    video_start: float | None = None
-    video_end: float | None = None
+    fps: float = _frame_flag(2.0, "frames sampled per second; ignored where --nframes is given")
+    nframes: int | None = _frame_flag(None, "frames sampled in all")
+    min_frames: int = _frame_flag(4, "frames sampled by --fps, at least")
+    max_frames: int = _frame_flag(768, "frames sampled by --fps, at most")
+    min_pixels: int | None = _frame_flag(
+        None, "pixels of a resized frame, at least; default: the model's"
+    )
+    max_pixels: int | None = _frame_flag(
+        None, "pixels of a resized frame, at most; default: the model's"
+    )
+    total_pixels: int | None = _frame_flag(
+        None, "pixels of all frames of a video together, at most"
+    )
+    video_start: float | None = _frame_flag(None, "first second of the video that is used")
+    video_end: float | None = _frame_flag(None, "last second of the video that is used")
 
     def __post_init__(self) -> None:
         if self.fps <= 0:
@@ -95,7 +100,8 @@ class FrameOptions:
             raise UsageError(f"nframes is {self.nframes}: at least one frame is needed")
         if not 1 <= self.min_frames <= self.max_frames:
             raise UsageError(
-                f"min_frames {self.min_frames} and max_frames {self.max_frames}: 1 ≤ min ≤ max is needed"
+                f"min_frames {self.min_frames} and max_frames {self.max_frames}: 1 ≤ min ≤ max is "
+                "needed"
             )
         for name in ("min_pixels", "max_pixels", "total_pixels"):
             if (value := getattr(self, name)) is not None and value < 1:

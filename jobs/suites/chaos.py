@@ -29,7 +29,12 @@ from typing import Any
 from jobs.demo_model import world
 from jobs.suites.shared.faulty_proxy import faulty_proxy
 from pipeline import read, storage
-from pipeline.config import ROOT, parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
+from pipeline.config import (
+    ROOT,
+)
 from pipeline.driver.decode_queue import DECODES
 from pipeline.records import RunError, UsageError
 

@@ -17,7 +17,14 @@ from typing import Any, Literal
 import torch
 
 from jobs.demo_model import world
-from pipeline.config import Job, draft_of, model_path, parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
+from pipeline.config import (
+    Job,
+    draft_of,
+    model_path,
+)
 from pipeline.records import FrameOptions, UsageError
 from pipeline.video.frame_plan import plan_frames, smart_resize
 from pipeline.video.frames import decode

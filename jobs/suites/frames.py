@@ -25,7 +25,12 @@ import numpy as np
 
 from jobs.suites.shared.counting_s3 import BUCKET, counting_s3
 from pipeline import storage
-from pipeline.config import ROOT, parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
+from pipeline.config import (
+    ROOT,
+)
 from pipeline.records import FrameOptions, FramePlan, UsageError, VideoInfo
 from pipeline.video.decode_job import DecodeJob, Sink, resize
 from pipeline.video.decoders import with_pyav

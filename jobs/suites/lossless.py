@@ -24,7 +24,15 @@ import torch
 
 from jobs.demo_model import world
 from jobs.suites.shared import reference, tiny_models
-from pipeline.config import Job, draft_of, model_path, parse_flags, presets
+from pipeline.command_line import (
+    parse_flags,
+)
+from pipeline.config import (
+    Job,
+    draft_of,
+    model_path,
+    presets,
+)
 from pipeline.records import UsageError
 from std_core.engine.engine import Engine
 from std_core.types import Draft, Request, Result, Sampling

@@ -20,7 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.suites.shared.stubs import Listed, decode_stub, load_stub, planned, write_stub
-from pipeline.config import Job, parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
+from pipeline.config import (
+    Job,
+)
 from pipeline.driver import replica as replica_module
 from pipeline.driver.cluster import cluster, drive, engine_share
 from pipeline.driver.replica import RunSnapshot

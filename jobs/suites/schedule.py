@@ -33,7 +33,9 @@ from jobs.calibration import measure
 from jobs.suites.acceptance import subjects
 from jobs.suites.acceptance.subjects import Subject
 from jobs.suites.shared.paired_timing import ratio
-from pipeline.config import parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
 from pipeline.plan.choose import USUAL, choose
 from pipeline.plan.dryrun import name_of
 from pipeline.plan.history import History

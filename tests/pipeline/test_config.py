@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import config
+from pipeline.command_line import field_names, hyphened
 from pipeline.config import Job, draft_of, model_path, parse_job, presets
 from pipeline.records import FrameOptions, UsageError
 from std_core.types import Sampling
@@ -108,11 +109,11 @@ def test_hyphens_and_underscores_are_the_same() -> None:
     ("words", "named"),
     [
         (["--max-tokns", "4"], ["--max-tokns", "--max-tokens"]),
-        (["--max-tokens", "many"], ["--max-tokens", "'many'", "a whole number"]),
+        (["--max-tokens", "many"], ["--max-tokens", "'many'", "integer"]),
         (["--max-tokens", "2.5"], ["--max-tokens", "2.5"]),
         (["--max-tokens", "0"], ["--max-tokens", "0"]),
-        (["--keep", "x"], ["--keep", "'x'", "a number"]),
-        (["--mode", "fast"], ["--mode", "'fast'", "std, dense"]),
+        (["--keep", "x"], ["--keep", "'x'", "float"]),
+        (["--mode", "fast"], ["--mode", "'fast'", "'std', 'dense'"]),
         (["--max-tokens"], ["--max-tokens", "value"]),
         (["--prompt", "--dry-run"], ["--prompt", "value"]),
         (["stray"], ["stray"]),
@@ -134,16 +135,53 @@ def test_wrong_flags_are_named_in_one_sentence(words: list[str], named: list[str
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["inptu: x\n", "[1]\n", "a: {b: 1}\n", "a: [\n", "input: {a: b}\n", "max-tokens: [1, 2]\n"],
+    ("content", "named"),
+    [
+        ("\ninptu: x\n", ["job.yaml, line 2", "'inptu'", "did you mean 'input'"]),
+        ("zzzzz: x\n", ["job.yaml, line 1", "'zzzzz'"]),
+        ("[1]\n", ["job.yaml"]),
+        ("input: {b: 1}\n", ["job.yaml, line 1", "'input'", "nested"]),
+        ("input: [\n", ["job.yaml"]),
+        ("limit: 1\nmax-tokens: many\n", ["job.yaml, line 2", "--max-tokens", "'many'"]),
+        ("max-tokens: [1, 2]\n", ["job.yaml, line 1", "--max-tokens"]),
+    ],
 )
-def test_wrong_files_are_named_in_one_sentence(content: str, tmp_path: Path) -> None:
+def test_wrong_files_are_named_in_one_sentence(
+    content: str, named: list[str], tmp_path: Path
+) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(content)
     with pytest.raises(UsageError) as caught:
         parse("--config", str(file))
-    assert "job.yaml" in str(caught.value) or "--max-tokens" in str(caught.value)
+    assert all(name in str(caught.value) for name in named), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_only_close_words_are_suggested() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse("--zzzzz", "1")
+    assert "mean" not in str(caught.value)
+    with pytest.raises(UsageError) as caught:
+        model_path("zzzzz")
+    assert "mean" not in str(caught.value)
+
+
+def test_help_lists_flags_in_groups_with_examples_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_job(["--help"], "test", "Captions.\n\n    python jobs/caption_archive.py --input x")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    headings = [
+        "python jobs/caption_archive.py --input x",
+        "Input and output:",
+        "Frames:",
+        "Answers:",
+    ]
+    places = [shown.index(heading) for heading in headings]
+    assert places == sorted(places)
+    assert max(map(len, shown.splitlines())) <= 100
+    for name in field_names(Job):
+        assert hyphened(name) in shown
 
 
 def test_sampling_is_what_the_flags_say_and_else_the_checkpoints() -> None:
@@ -164,10 +202,10 @@ def test_sampling_is_what_the_flags_say_and_else_the_checkpoints() -> None:
 
 
 def test_a_script_knows_only_its_own_flags() -> None:
-    with pytest.raises(UsageError, match="unknown flag --question-column"):
+    with pytest.raises(UsageError, match=r"No such option.*--question-column"):
         parse("--question-column", "q", without=("question_column",))
     with pytest.raises(UsageError, match="--output is missing"):
-        parse(needs=("input", "output"))
+        parse(required=("input", "output"))
 
 
 def test_drafts_come_from_presets_and_flags() -> None:

@@ -21,7 +21,9 @@ from rich.table import Table
 
 from jobs.suites.acceptance import measures, subjects
 from jobs.suites.acceptance.subjects import Subject
-from pipeline.config import parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
 from pipeline.records import UsageError
 from std_core.engine.engine import Engine
 from std_core.model.drafters import weight_bytes

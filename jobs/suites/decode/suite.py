@@ -26,7 +26,9 @@ from jobs.suites.acceptance.subjects import Subject
 from jobs.suites.decode import questions, shapes
 from jobs.suites.shared import generate_timing
 from jobs.suites.shared.paired_timing import Pair, ratio, read_bandwidth
-from pipeline.config import parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
 from pipeline.records import UsageError
 from std_core.cost_model.account import ModelSize, speedup
 from std_core.engine.engine import Engine

@@ -21,7 +21,9 @@ import torch
 import triton
 
 from jobs.suites.gpu import checks, grid, shapes
-from pipeline.config import parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
 from pipeline.records import UsageError
 from std_core.kernels.devices import TRITON
 from std_core.kernels.flash_attention import path as prefill_kernel

@@ -19,7 +19,9 @@ from rich.table import Table
 
 from jobs.suites.memory.cases import Case, Subject, cases, prompts_of
 from jobs.suites.memory.meter import resident, resident_peak, tensors_peak
-from pipeline.config import parse_flags
+from pipeline.command_line import (
+    parse_flags,
+)
 from pipeline.records import UsageError
 from std_core.cost_model.memory import total
 

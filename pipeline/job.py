@@ -25,9 +25,9 @@ from pipeline.plan.profile_file import profile_for, unfit_alone
 from pipeline.plan.settings import wave_config_of
 from pipeline.plan.waves import History, plan
 from pipeline.records import (
-    Answer,
-    Failed,
-    Planned,
+    CompletedRequest,
+    FailedRequest,
+    PlannedRequest,
     RequestError,
     RunError,
     UsageError,
@@ -113,12 +113,12 @@ def plan_job(job: Job, default_prompt: str) -> int:
     survey = Survey(job, prompts_of(job, default_prompt))
     outlook = outlook_of(job, survey.facts)
     every = [one for batch in survey.found() for one in batch]
-    failed = [one for one in every if isinstance(one, Failed)]
-    planned: list[Planned] = []
+    failed = [one for one in every if isinstance(one, FailedRequest)]
+    planned: list[PlannedRequest] = []
     for one in fitting(
-        [one for one in every if isinstance(one, Planned)], outlook.profile, outlook.setting
+        [one for one in every if isinstance(one, PlannedRequest)], outlook.profile, outlook.setting
     ):
-        (failed if isinstance(one, Failed) else planned).append(one)  # type: ignore[arg-type]
+        (failed if isinstance(one, FailedRequest) else planned).append(one)  # type: ignore[arg-type]
     report = dryrun.report(_waves(planned, outlook), failed, outlook)
     print(dryrun.table(report, failed))
     print(json.dumps(report), flush=True)
@@ -141,7 +141,7 @@ def outlook_of(job: Job, facts: JobFacts) -> dryrun.Outlook:
     return dryrun.Outlook(profile, wave_config_of(job, draft, facts.draws), job.price_per_hour)
 
 
-def _waves(planned: Sequence[Planned], outlook: dryrun.Outlook) -> tuple[Wave, ...]:
+def _waves(planned: Sequence[PlannedRequest], outlook: dryrun.Outlook) -> tuple[Wave, ...]:
     return plan(planned, outlook.profile, History(), max(1, len(planned)), True, outlook.setting)
 
 
@@ -223,10 +223,10 @@ class _Recorder:
         self.monitor = monitor
         self.errors = 0
 
-    def failed(self, failure: Failed) -> None:
+    def failed(self, failure: FailedRequest) -> None:
         self._add(rows.failed(self.run, failure))
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: CompletedRequest) -> None:
         self._add(rows.answered(self.run, answer))
 
     def _add(self, row: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 """The records that travel through the pipeline, and who fills them: the command line
-(`FrameOptions`), the manifest (`Item`), the probe (`VideoInfo`), the plan (`FramePlan`, `Wave`),
+(`FrameOptions`), the manifest (`InputRow`), the probe (`VideoInfo`), the plan (`FramePlan`, `Wave`),
 the frames stage (`Frames`). A failure of one request is a `RequestError` with one of the output
 contract's codes; a `UsageError` ends a run before it starts (exit code 2)."""
 
@@ -11,25 +11,6 @@ from typing import Any
 import numpy as np
 
 from std_core.types import Draft, Pace, RequestError, Result
-
-__all__ = [
-    "ERROR_CODES",
-    "RESUMES",
-    "DraftOption",
-    "Failed",
-    "Found",
-    "FrameOptions",
-    "FramePlan",
-    "Frames",
-    "Item",
-    "Pending",
-    "Planned",
-    "RequestError",
-    "RunError",
-    "UsageError",
-    "VideoInfo",
-    "Wave",
-]
 
 ERROR_CODES = frozenset(
     {
@@ -56,7 +37,7 @@ ERROR_CODES = frozenset(
     }
 )
 
-RESUMES = "what is finished is written, and the same command resumes"
+RESUME_HINT = "what is finished is written, and the same command resumes"
 
 
 class UsageError(Exception):
@@ -117,7 +98,7 @@ class FrameOptions:
 
 
 @dataclass(frozen=True)
-class Item:
+class InputRow:
     """One question about one video, as the input has it. `columns` are the manifest's own, carried
     to the output; `given_id` is the manifest's own `request_id`; `occurrence` counts equal rows,
     from 0."""
@@ -171,24 +152,26 @@ class Frames:
     frames_lost: int
     rotation: int
     decoder: str
-    shows: tuple[int, ...] = ()  # per planned moment the number of its frame, -1 where it is lost
+    frame_indices: tuple[
+        int, ...
+    ] = ()  # per planned moment the number of its frame, -1 where it is lost
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRequest:
     """A request whose context length is known: `context` is prompt and visual tokens together."""
 
     request_id: str
-    item: Item
+    input_row: InputRow
     info: VideoInfo
-    plan: FramePlan
+    frame_plan: FramePlan
     context: int
     window: tuple[float, float] | None = (
         None  # s, start and end of the part that it is about; None: what was chosen
     )
 
     @property
-    def footage(self) -> str:
+    def frames_key(self) -> str:
         """Names what requests that share frames have in common; no URI holds a NUL."""
         if self.window is None:
             return self.info.uri
@@ -202,12 +185,12 @@ class DraftOption:
     Args:
         draft: None decodes densely.
         acceptance: a, the probability that a drafted token is accepted if those before it are.
-        bytes: read per written token.
-        bound: how much faster than the dense loop's those bytes allow.
-        seconds: per request: decoding, selection, gather, a second model's prefill.
-        gain: the dense loop's seconds over these.
-        round_s: of a round, each row's share, before any correction by what was seen.
-        token_s: that a drafted token more would add to it.
+        bytes_per_token: read per written token.
+        speedup_bound: how much faster than the dense loop's those bytes allow.
+        seconds_per_request: request: decoding, selection, gather, a second model's prefill.
+        speedup: the dense loop's seconds over these.
+        row_round_s: of a round, each row's share, before any correction by what was seen.
+        row_draft_token_s: that a drafted token more would add to it.
         memory: bytes by what they are for, at `slots` × the longest request.
         pace: γ of each round, where it is free; else it is the draft's.
     """
@@ -215,17 +198,17 @@ class DraftOption:
     draft: Draft | None
     slots: int
     acceptance: float = 0.0
-    bytes: float = 0.0
-    bound: float = 1.0
-    seconds: float = 0.0
-    gain: float = 1.0
-    round_s: float = 0.0
-    token_s: float = 0.0
+    bytes_per_token: float = 0.0
+    speedup_bound: float = 1.0
+    seconds_per_request: float = 0.0
+    speedup: float = 1.0
+    row_round_s: float = 0.0
+    row_draft_token_s: float = 0.0
     memory: tuple[tuple[str, float], ...] = ()
     pace: Pace | None = None
 
     @property
-    def widest(self) -> Draft | None:
+    def widest_draft(self) -> Draft | None:
         """The draft with the largest γ that any of its rounds may have."""
         if self.draft is None or self.pace is None:
             return self.draft
@@ -247,33 +230,33 @@ class Wave:
     """What an engine is handed: requests of like context length, in the order in which they enter
     its slots.
 
-    Args: max_num_seqs: slots. draft: what drafts; None decodes densely. why: the ways that were
+    Args: max_num_seqs: slots. draft: what drafts; None decodes densely. options: the ways that were
         weighed, the chosen one first, the others by what is expected of them.
     """
 
-    requests: tuple[Planned, ...]
+    requests: tuple[PlannedRequest, ...]
     max_num_seqs: int
     draft: Draft | None = None
-    why: tuple[DraftOption, ...] = ()
+    options: tuple[DraftOption, ...] = ()
 
     @property
     def pace(self) -> Pace | None:
         """γ of each round, where that is not the draft's own throughout."""
-        return self.why[0].pace if self.why else None
+        return self.options[0].pace if self.options else None
 
     @property
-    def setup(self) -> EngineConfig:
-        draft = self.why[0].widest if self.why else self.draft
+    def engine_config(self) -> EngineConfig:
+        draft = self.options[0].widest_draft if self.options else self.draft
         return EngineConfig(draft, self.max_num_seqs, self.pace)
 
 
 @dataclass(frozen=True)
-class Answer:
+class CompletedRequest:
     """What a row is made of. `frames` is None where they failed; `attempts` counts the engines that
     the request was handed to or, where there was none, the tries to decode it; `draft` is the last
     engine's."""
 
-    request: Planned
+    request: PlannedRequest
     frames: Frames | None
     result: Result
     attempts: int
@@ -281,22 +264,22 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingRequest:
     """A request that has no row yet; `window` (s) where it is about a part of a long video, whose
     headers were read already to know how many there are."""
 
     request_id: str
-    item: Item
+    input_row: InputRow
     window: tuple[float, float] | None = None
     info: VideoInfo | RequestError | None = None
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedRequest:
     """A request that is known to fail before a frame is decoded; `info` is None where the video
     could not be read."""
 
-    pending: Pending
+    pending: PendingRequest
     error: RequestError
     info: VideoInfo | None = None
 
@@ -305,4 +288,4 @@ class Failed:
         return self.pending.request_id
 
 
-Found = Planned | Failed
+ProbedRequest = PlannedRequest | FailedRequest

@@ -30,7 +30,7 @@ from pipeline.driver import replica as replica_module
 from pipeline.driver.cluster import cluster, drive, engine_share
 from pipeline.driver.replica import RunSnapshot
 from pipeline.job import run_job
-from pipeline.records import Answer, UsageError
+from pipeline.records import CompletedRequest, UsageError
 
 LINKS = 20_000  # names per file, at most, in the manifest's archive
 
@@ -77,7 +77,7 @@ class _Measured:
     worked: float = 0.0  # s inside the engine
     flow: RunSnapshot = field(default_factory=RunSnapshot)
 
-    def emit(self, answer: Answer) -> None:
+    def emit(self, answer: CompletedRequest) -> None:
         """One request's result."""
         result = answer.result
         self.ended = time.monotonic()
@@ -104,7 +104,12 @@ class _Measured:
 def _measure(flags: Flags) -> _Measured:
     """One engine with one slot; frames in flight are bounded to six videos."""
     requests = [planned(number) for number in range(flags.requests)]
-    size = len(requests[0].plan.times) * requests[0].plan.height * requests[0].plan.width * 3
+    size = (
+        len(requests[0].frame_plan.times)
+        * requests[0].frame_plan.height
+        * requests[0].frame_plan.width
+        * 3
+    )
     job = Job(max_num_seqs=1, max_bytes_in_flight=6 * size)
     seen = _Measured()
     load = partial(load_stub, seconds=flags.seconds)

@@ -267,7 +267,7 @@ def _cell(
             timed.add(list(engine.run(asked, draft, whole.prepare)))
         if chosen.draft is not None:
             paced = [chosen.pace, *asked]
-            plan.add(list(engine.run(paced, chosen.widest, whole.prepare)))
+            plan.add(list(engine.run(paced, chosen.widest_draft, whole.prepare)))
     return Cell(
         context,
         rows=engine.max_num_seqs,
@@ -349,7 +349,7 @@ def _errors(cells: Sequence[Cell]) -> dict[str, float]:
         for way in cell.ways:
             if way.draft is None or way is cell.ways[0]:
                 measured = cell.seconds(cell.plan if way is cell.ways[0] else cell.times[None], 0)
-                found.append(abs(way.seconds * cell.count - measured) / measured)
+                found.append(abs(way.seconds_per_request * cell.count - measured) / measured)
     found.sort()
     return {
         "median": round(statistics.median(found), 4),
@@ -367,7 +367,7 @@ def _row(cell: Cell, oracle: Draft | None) -> dict[str, Any]:
         "chosen": name_of(cell.ways[0].draft),
         "oracle": name_of(oracle),
         "requests": cell.count,
-        "predicted_s": round(cell.ways[0].seconds * cell.count, 4),
+        "predicted_s": round(cell.ways[0].seconds_per_request * cell.count, 4),
         "measured_s": round(cell.seconds(cell.plan, 0), 4),
         "dense_s": round(cell.fixed(None, 0), 4),
         "speedup": round(median, 3),

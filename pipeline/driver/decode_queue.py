@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.driver import replica as replica_module
 from pipeline.driver.backend import Backend, Waves, WorkerLost
 from pipeline.driver.replica import Replica, Video
-from pipeline.records import Frames, Planned, RequestError
+from pipeline.records import Frames, PlannedRequest, RequestError
 
 DECODES = 3  # tries at a video whose decoding process dies
 # what a row says of a process that ended
@@ -23,7 +23,7 @@ class Arrival:
 
     video: Video
     replica: Replica
-    requests: list[Planned]
+    requests: list[PlannedRequest]
     failed: dict[str, RequestError]  # by footage
 
 
@@ -36,7 +36,9 @@ class Intake:
     waves: Waves
     replicas: list[Replica]
     bound: int
-    decoding: dict[Any, tuple[Video, Replica, list[Planned], Any]] = field(default_factory=dict)
+    decoding: dict[Any, tuple[Video, Replica, list[PlannedRequest], Any]] = field(
+        default_factory=dict
+    )
     nbytes: int = 0
     most_nbytes: int = 0
     decoded: int = 0
@@ -73,7 +75,7 @@ class Intake:
             replica.coming.extend(replica_module.videos(wave))
         return replica.coming or max((other.coming for other in self.replicas), key=len)
 
-    def decode(self, video: Video, replica: Replica, requests: list[Planned]) -> None:
+    def decode(self, video: Video, replica: Replica, requests: list[PlannedRequest]) -> None:
         """Starts decoding; `requests` of the video wait for it."""
         known, pixels = self.backend.decode(video.requests[0].info, video.plan, replica.node)
         video.pixels = None
@@ -81,7 +83,7 @@ class Intake:
         replica.decoding += len(requests)
         self.decoding[known] = (video, replica, requests, pixels)
 
-    def again(self, video: Video, replica: Replica, requests: list[Planned]) -> None:
+    def again(self, video: Video, replica: Replica, requests: list[PlannedRequest]) -> None:
         """As `decode`, of a video whose frames were lost; once, whoever asks."""
         for under_way, its, waiting, _ in self.decoding.values():
             if under_way is video:
@@ -102,7 +104,7 @@ class Intake:
                 return None
         self.decoded += 1
         if isinstance(known, RequestError):
-            failed = {request.footage: known for request in video.requests}
+            failed = {request.frames_key: known for request in video.requests}
         else:
             failed = video.arrived(known, pixels)
         return Arrival(video, replica, requests, failed)

@@ -13,7 +13,7 @@ from pipeline.driver.backend import Backend, WorkerLost
 from pipeline.driver.decode_queue import Intake
 from pipeline.driver.replica import Replica, Video
 from pipeline.driver.suspects import Group, Suspects
-from pipeline.records import EngineConfig, Frames, Planned
+from pipeline.records import EngineConfig, Frames, PlannedRequest
 from std_core.types import Request
 
 
@@ -26,11 +26,13 @@ class Handover:
     backend: Backend
     replicas: list[Replica]
     intake: Intake
-    open: dict[str, tuple[Planned, Video]] = field(
+    open: dict[str, tuple[PlannedRequest, Video]] = field(
         default_factory=dict
     )  # all requests between plan and answer
-    feeding: dict[Any, tuple[Replica, Any, list[Planned], Any]] = field(default_factory=dict)
-    returned: deque[Planned] = field(default_factory=deque)  # decoded for a lane whose engine died
+    feeding: dict[Any, tuple[Replica, Any, list[PlannedRequest], Any]] = field(default_factory=dict)
+    returned: deque[PlannedRequest] = field(
+        default_factory=deque
+    )  # decoded for a lane whose engine died
     suspects: Suspects = field(default_factory=Suspects)
     handed: Counter[str] = field(
         default_factory=Counter
@@ -44,15 +46,15 @@ class Handover:
         if not replica.held and (group := self._trial(replica)) is not None:
             replica.trial = group
             requests = [self.open[name][0] for name in group.requests]
-            self._set_up(replica, self.open[group.requests[0]][1].turn.wave.setup)
+            self._set_up(replica, self.open[group.requests[0]][1].turn.wave.engine_config)
             self._hand_over(replica, requests)
             return
         self._hand_over(replica, self._decoded(replica))
 
-    def _decoded(self, replica: Replica) -> list[Planned]:
+    def _decoded(self, replica: Replica) -> list[PlannedRequest]:
         """What the lane takes next, all of it with one setup. The next setup's turn comes once all
         that was fed in the one before has arrived."""
-        taken: list[Planned] = []
+        taken: list[PlannedRequest] = []
         while len(taken) < replica.room and (source := self._source(replica)):
             if (known := self.open.get(source[0].request_id)) is None:
                 source.popleft()  # its video was lost and cannot be decoded again
@@ -61,7 +63,7 @@ class Handover:
             if video.pixels is None:
                 self.intake.again(video, replica, [source.popleft()])
                 continue
-            if replica.setup != (setup := replica.fitting(video.turn.wave.setup)):
+            if replica.setup != (setup := replica.fitting(video.turn.wave.engine_config)):
                 if taken or self._arriving(replica):
                     break
                 self._set_up(replica, setup)
@@ -81,7 +83,7 @@ class Handover:
             fed is replica and engine is replica.engine for fed, engine, *_ in self.feeding.values()
         )
 
-    def _source(self, replica: Replica) -> deque[Planned]:
+    def _source(self, replica: Replica) -> deque[PlannedRequest]:
         """What the lane takes from next: its own queue, what a dead engine left, or the queue of a
         lane that waits for its engine."""
         waiting = (other.queue for other in self.replicas if not other.up)
@@ -106,7 +108,7 @@ class Handover:
             self.suspects.waiting.append(group)
         return None
 
-    def _hand_over(self, replica: Replica, requests: list[Planned]) -> None:
+    def _hand_over(self, replica: Replica, requests: list[PlannedRequest]) -> None:
         if not requests:
             return
         if not replica.held:
@@ -117,10 +119,12 @@ class Handover:
             for request in alike:
                 replica.held[request.request_id] = request, setup
                 self.handed[request.request_id] += 1
-            wanted = [self._request(request, video.parts[request.footage][0]) for request in alike]
-            numbers = [video.parts[request.footage][1] for request in alike]
+            wanted = [
+                self._request(request, video.parts[request.frames_key][0]) for request in alike
+            ]
+            numbers = [video.parts[request.frames_key][1] for request in alike]
             own = replica.fitting(
-                video.turn.wave.setup
+                video.turn.wave.engine_config
             )  # a turn may go through several waves, each at its own pace
             paced = own if own == setup else setup
             fed = self.backend.feed(
@@ -128,16 +132,16 @@ class Handover:
             )
             self.feeding[fed] = replica, replica.engine, alike, video.pixels
 
-    def _request(self, planned: Planned, frames: Frames) -> Request:
+    def _request(self, planned: PlannedRequest, frames: Frames) -> Request:
         room = self.max_model_len - planned.context
         sampling = replace(self.job.sampling, max_tokens=min(self.job.max_tokens, room))
         name = planned.request_id
-        prompt = planned.item.prompt
+        prompt = planned.input_row.prompt
         return Request(
             name,
             prompt=prompt,
             frames=None,
-            video=planned.footage,
+            video=planned.frames_key,
             fps=frames.fps,
             sampling=sampling,
             times=frames.pts,
@@ -154,7 +158,7 @@ class Handover:
             if gone.code == "lost" and replica.engine is engine:
                 self._lost(replica, [r for r in requests if r.request_id in replica.held], pixels)
 
-    def _lost(self, replica: Replica, requests: list[Planned], pixels: Any) -> None:
+    def _lost(self, replica: Replica, requests: list[PlannedRequest], pixels: Any) -> None:
         """Requests that share frames never reached the engine; suspects stay suspects."""
         for request in requests:
             del replica.held[request.request_id]
@@ -174,9 +178,11 @@ class Handover:
             replica.trial = None
 
 
-def _by_video(requests: list[tuple[Planned, Video]]) -> Iterator[tuple[Video, list[Planned]]]:
+def _by_video(
+    requests: list[tuple[PlannedRequest, Video]],
+) -> Iterator[tuple[Video, list[PlannedRequest]]]:
     """Neighbours that share frames."""
-    alike: list[Planned] = []
+    alike: list[PlannedRequest] = []
     for number, (request, video) in enumerate(requests):
         alike.append(request)
         if number + 1 == len(requests) or requests[number + 1][1] is not video:

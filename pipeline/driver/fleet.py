@@ -22,10 +22,10 @@ from pipeline.driver.decode_queue import Intake
 from pipeline.driver.feeder import Handover
 from pipeline.driver.replica import Replica, RunSnapshot
 from pipeline.records import (
-    RESUMES,
-    Answer,
+    RESUME_HINT,
+    CompletedRequest,
     EngineConfig,
-    Planned,
+    PlannedRequest,
     RequestError,
     RunError,
 )
@@ -44,7 +44,7 @@ CODES = {
 }  # what a row says of an engine that ended
 
 
-Emit = Callable[[Answer], None]
+Emit = Callable[[CompletedRequest], None]
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Fleet:
         while not self.finished:
             if stopped:
                 self._drain(stopped)
-                raise RunError(f"stopped by {signal.Signals(stopped[0]).name}; {RESUMES}")
+                raise RunError(f"stopped by {signal.Signals(stopped[0]).name}; {RESUME_HINT}")
             self.admit()
             for replica in self.replicas:
                 self._recycle(replica)
@@ -145,10 +145,12 @@ class Fleet:
         self._happened()
         if arrival is None:
             return
-        arrival.replica.queue.extend(r for r in arrival.requests if r.footage not in arrival.failed)
+        arrival.replica.queue.extend(
+            r for r in arrival.requests if r.frames_key not in arrival.failed
+        )
         # no request that is not in an engine already can be answered
         held = {name for replica in self.replicas for name in replica.held}
-        lost = [r for r in arrival.video.requests if r.footage in arrival.failed]
+        lost = [r for r in arrival.video.requests if r.frames_key in arrival.failed]
         for request in lost:
             if (name := request.request_id) in self.handover.open and name not in held:
                 self.handover.suspects.drop([name])
@@ -158,7 +160,7 @@ class Fleet:
                         token_ids=[],
                         text="",
                         finish_reason="error",
-                        error=arrival.failed[request.footage],
+                        error=arrival.failed[request.frames_key],
                     )
                 )
 
@@ -262,13 +264,13 @@ class Fleet:
         self.intake.answered(video)
         turn = video.turn
         turn.left -= 1
-        if setup == turn.wave.setup:
+        if setup == turn.wave.engine_config:
             turn.results.append(result)
         if not turn.left:
             self.waves.through(turn.wave, turn.results)
         attempts = self.handover.handed.pop(result.request_id, 0) or video.tries
-        draft = (setup or turn.wave.setup).draft
-        self.emit(Answer(request, video.frames_of(request), result, attempts, draft))
+        draft = (setup or turn.wave.engine_config).draft
+        self.emit(CompletedRequest(request, video.frames_of(request), result, attempts, draft))
 
     # ----------------------------------------------------------------------------------- what fails
 
@@ -296,7 +298,9 @@ class Fleet:
             self._blame(culprit, code, why)
         self.barren = 0 if held else self.barren + 1
         if self.barren >= STARTS:
-            raise RunError(f"the engine is gone: {why}, {self.barren} times in a row; {RESUMES}")
+            raise RunError(
+                f"the engine is gone: {why}, {self.barren} times in a row; {RESUME_HINT}"
+            )
         self.handover.returned.extend(queue)
         queue.clear()
         logger.warning(
@@ -309,7 +313,7 @@ class Fleet:
         for replica in self.replicas:
             replica.slots = min(replica.slots, slots)
 
-    def _replace(self, replica: Replica) -> list[Planned]:
+    def _replace(self, replica: Replica) -> list[PlannedRequest]:
         self.backend.kill(replica.engine)
         held = replica.lost()
         self.start(replica)
@@ -329,7 +333,7 @@ class Fleet:
         )
         if self.blamed >= STARTS and self.blamed == self.answered:
             raise RunError(
-                f"each of the first {self.blamed} requests ended its engine: {why}; {RESUMES}"
+                f"each of the first {self.blamed} requests ended its engine: {why}; {RESUME_HINT}"
             )
 
     def watch(self) -> None:
@@ -355,7 +359,7 @@ class Fleet:
                 replica.asked, replica.beat = now, self.backend.pulse(replica.engine)
         if now - self.moved > self.job.stall_timeout:
             raise RunError(
-                f"nothing has moved for {self.job.stall_timeout:g} s: {self._stalled()}; {RESUMES}"
+                f"nothing has moved for {self.job.stall_timeout:g} s: {self._stalled()}; {RESUME_HINT}"
             )
 
     def _happened(self) -> None:

@@ -33,7 +33,7 @@ from pipeline.driver.backend import (
 )
 from pipeline.driver.decode_task import Decode, decode_video
 from pipeline.records import (
-    RESUMES,
+    RESUME_HINT,
     EngineConfig,
     FramePlan,
     RequestError,
@@ -290,7 +290,7 @@ class RayBackend:
         except RayActorError as error:
             if "creation task" in str(error):
                 raise RunError(
-                    f"the engine is gone: it could not start: {_last_line(error)}; {RESUMES}"
+                    f"the engine is gone: it could not start: {_last_line(error)}; {RESUME_HINT}"
                 ) from error
             raise WorkerLost(
                 "worker_killed", "its process died, killed or out of memory"

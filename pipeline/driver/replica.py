@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.driver.suspects import Group
-from pipeline.records import EngineConfig, FramePlan, Frames, Planned, RequestError, Wave
+from pipeline.records import EngineConfig, FramePlan, Frames, PlannedRequest, RequestError, Wave
 from pipeline.video.windows import part, spans
 from std_core.types import Result
 
@@ -34,7 +34,7 @@ class Video:
     answered."""
 
     turn: WaveProgress
-    requests: list[Planned]
+    requests: list[PlannedRequest]
     plan: FramePlan  # of the pass
     nbytes: int  # of its frames as planned
     left: int
@@ -49,17 +49,19 @@ class Video:
         """Takes what was decoded; returns why of some footage nothing can be shown."""
         self.pixels = pixels
         failed = {}
-        for footage, plan in {request.footage: request.plan for request in self.requests}.items():
-            own, numbers = part(frames, self.plan, plan)
+        for frames_key, frame_plan in {
+            request.frames_key: request.frame_plan for request in self.requests
+        }.items():
+            own, numbers = part(frames, self.plan, frame_plan)
             if isinstance(own, RequestError):
-                failed[footage] = own
+                failed[frames_key] = own
             else:
-                self.parts[footage] = own, numbers
+                self.parts[frames_key] = own, numbers
         return failed
 
-    def frames_of(self, request: Planned) -> Frames | None:
+    def frames_of(self, request: PlannedRequest) -> Frames | None:
         """What is known of a request's frames, without pixels."""
-        return self.parts[request.footage][0] if request.footage in self.parts else None
+        return self.parts[request.frames_key][0] if request.frames_key in self.parts else None
 
 
 def videos(wave: Wave) -> Iterator[Video]:
@@ -103,8 +105,8 @@ class Replica:
     turn: int = 0  # number of that setup among those with which anything has arrived
     arrived: bool = False  # whether anything has with this one
     coming: deque[Video] = field(default_factory=deque)
-    queue: deque[Planned] = field(default_factory=deque)
-    held: dict[str, tuple[Planned, EngineConfig]] = field(default_factory=dict)
+    queue: deque[PlannedRequest] = field(default_factory=deque)
+    held: dict[str, tuple[PlannedRequest, EngineConfig]] = field(default_factory=dict)
     decoding: int = 0  # requests whose video decodes for this lane
 
     @property
@@ -129,7 +131,7 @@ class Replica:
         """The engine gave a sign of life."""
         self.alive = time.monotonic()
 
-    def lost(self) -> list[Planned]:
+    def lost(self) -> list[PlannedRequest]:
         """Forgets the engine, and what was asked of it; returns what it held, in the order in which
         it was handed."""
         held = [request for request, _ in self.held.values()]

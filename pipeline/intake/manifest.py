@@ -1,4 +1,4 @@
-"""What a run is asked: a folder, a glob, one video or a manifest becomes a stream of `Item`s, one
+"""What a run is asked: a folder, a glob, one video or a manifest becomes a stream of `InputRow`s, one
 per question.
 
 Everything that can be wrong with an input is found, and said, before the first item; items are made
@@ -26,7 +26,7 @@ from pipeline import storage
 from pipeline.output.schema import (
     carried_name,
 )
-from pipeline.records import Item, RequestError, UsageError
+from pipeline.records import InputRow, RequestError, UsageError
 
 VIDEO_SUFFIXES = frozenset(
     (
@@ -58,14 +58,14 @@ class Manifest:
 
     Attributes: input_schema: the manifest's columns as the output carries them (there under
         `input_<name>` where the result
-            has a column of that name); `Item.columns` has these names. Empty for anything but a
+            has a column of that name); `InputRow.columns` has these names. Empty for anything but a
             table.
         items: starts a new pass over the items. A cell without a video or question gives an item
             with an empty `video_uri` or `prompt`: that request fails, not the run.
     """
 
     input_schema: pa.Schema
-    items: Callable[[], Iterator[Item]]
+    items: Callable[[], Iterator[InputRow]]
 
 
 def open_manifest(
@@ -111,9 +111,9 @@ def _of_videos(videos: Callable[[], Iterator[str]], prompts: Sequence[str], uri:
             f"{storage.shown(uri)}: there is no video in it (looked for {_suffixes()})"
         )
 
-    def items() -> Iterator[Item]:
+    def items() -> Iterator[InputRow]:
         count = _occurrences()
-        return (Item(v, p, occurrence=count(v, p, None)) for v in videos() for p in prompts)
+        return (InputRow(v, p, occurrence=count(v, p, None)) for v in videos() for p in prompts)
 
     return Manifest(pa.schema([]), items)
 
@@ -184,7 +184,7 @@ def _of_table(
         [f.with_name(carried_name(f.name, schema.names)) for f in schema.remove_metadata()]
     )
 
-    def items() -> Iterator[Item]:
+    def items() -> Iterator[InputRow]:
         with _readable(uri):
             yield from _items(
                 table.batches(uri, schema),
@@ -248,7 +248,7 @@ def _items(
     carried: Sequence[str],
     prompts: Sequence[str],
     folder: str,
-) -> Iterator[Item]:
+) -> Iterator[InputRow]:
     """Rows as items, those of one video together as far as a window of the manifest shows them."""
     count = _occurrences()
     for batch in batches:
@@ -259,7 +259,7 @@ def _items(
                 yield replace(row, occurrence=count(row.video_uri, row.prompt, row.given_id))
 
 
-def _by_video(items: Iterable[Item]) -> list[Item]:
+def _by_video(items: Iterable[InputRow]) -> list[InputRow]:
     """Stable: videos in the order of their first row."""
     rank: dict[str, int] = {}
     return sorted(items, key=lambda item: rank.setdefault(item.video_uri, len(rank)))
@@ -271,7 +271,7 @@ def _rows(
     carried: Sequence[str],
     prompts: Sequence[str],
     folder: str,
-) -> Iterator[Item]:
+) -> Iterator[InputRow]:
     videos = _text(batch, roles.video)
     questions = _text(batch, roles.question) if roles.question else None
     given = _text(batch, roles.given_id) if roles.given_id else None
@@ -283,7 +283,7 @@ def _rows(
             row[carried[at]] = storage.recorded(value)  # no credentials in the output
         own = given[i] if given else None
         for prompt in prompts if questions is None else [questions[i] or ""]:
-            yield Item(storage.resolve(video or "", folder), prompt, row, own)
+            yield InputRow(storage.resolve(video or "", folder), prompt, row, own)
 
 
 def _text(batch: pa.RecordBatch, name: str) -> list[str | None]:

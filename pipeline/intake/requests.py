@@ -14,11 +14,11 @@ from pipeline.config import Job, draft_of
 from pipeline.intake.identity import request_id
 from pipeline.intake.manifest import Manifest, open_manifest
 from pipeline.records import (
-    Failed,
-    Found,
-    Item,
-    Pending,
-    Planned,
+    FailedRequest,
+    InputRow,
+    PendingRequest,
+    PlannedRequest,
+    ProbedRequest,
     RequestError,
     UsageError,
     VideoInfo,
@@ -48,13 +48,13 @@ class Requests:
         repeated id is one request. probed: reads headers.
     """
 
-    items: Iterable[Item]
+    items: Iterable[InputRow]
     job: Job
     revision: str
     ids: set[bytes]
     probed: Probed = field(default_factory=lambda: probed)
 
-    def without_row(self, done: Set[bytes]) -> Iterator[Pending]:
+    def without_row(self, done: Set[bytes]) -> Iterator[PendingRequest]:
         """Those that are not in `done`, which must not change meanwhile."""
         for batch in _batches(self.items, 1024):
             versions = storage.map_concurrently(_version, {item.video_uri for item in batch})
@@ -66,13 +66,13 @@ class Requests:
                         yield pending
 
     def _pending(
-        self, batch: Sequence[Item], versions: Mapping[str, _Version]
-    ) -> Iterator[Pending]:
+        self, batch: Sequence[InputRow], versions: Mapping[str, _Version]
+    ) -> Iterator[PendingRequest]:
         """The requests of some items: one each, or one per window."""
         seconds = self.job.window_seconds
         if seconds is None:
             for item in batch:
-                yield Pending(self._id(item, *versions[item.video_uri]), item)
+                yield PendingRequest(self._id(item, *versions[item.video_uri]), item)
             return
         infos = self.probed({item.video_uri for item in batch if item.video_uri})
         for item in batch:
@@ -89,7 +89,9 @@ class Requests:
                     "seconds": seconds,
                     "overlap": self.job.window_overlap,
                 }
-                yield Pending(self._id(item, *versions[item.video_uri], named), item, window, info)
+                yield PendingRequest(
+                    self._id(item, *versions[item.video_uri], named), item, window, info
+                )
 
     @cached_property
     def sparse(self) -> dict[str, object] | None:
@@ -99,7 +101,7 @@ class Requests:
 
     def _id(
         self,
-        item: Item,
+        item: InputRow,
         size: int | None,
         version: str | None,
         window: Mapping[str, object] | None = None,
@@ -141,8 +143,8 @@ def probed(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
 
 
 def found(
-    pending: Iterable[Pending], job: Job, checkpoint: Checkpoint, probed: Probed = probed
-) -> Iterator[list[Found]]:
+    pending: Iterable[PendingRequest], job: Job, checkpoint: Checkpoint, probed: Probed = probed
+) -> Iterator[list[ProbedRequest]]:
     """All requests, planned or failed, in batches: small ones at first, so that engines begin
     early."""
     rest = iter(pending)
@@ -153,29 +155,31 @@ def found(
 
 
 def look(
-    pool: Sequence[Pending], job: Job, checkpoint: Checkpoint, probed: Probed = probed
-) -> Iterator[Found]:
+    pool: Sequence[PendingRequest], job: Job, checkpoint: Checkpoint, probed: Probed = probed
+) -> Iterator[ProbedRequest]:
     """Reads the headers of the videos, each once, and plans every request."""
-    infos = probed({p.item.video_uri for p in pool if p.item.video_uri and p.info is None})
+    infos = probed(
+        {p.input_row.video_uri for p in pool if p.input_row.video_uri and p.info is None}
+    )
     for pending in pool:
-        info = pending.info or infos.get(pending.item.video_uri)
+        info = pending.info or infos.get(pending.input_row.video_uri)
         try:
             yield _plan(pending, info, job, checkpoint)
         except RequestError as error:
-            yield Failed(pending, error, info if isinstance(info, VideoInfo) else None)
+            yield FailedRequest(pending, error, info if isinstance(info, VideoInfo) else None)
 
 
 def _plan(
-    pending: Pending, info: VideoInfo | RequestError | None, job: Job, checkpoint: Checkpoint
-) -> Planned:
-    if info is None or not pending.item.prompt:
+    pending: PendingRequest, info: VideoInfo | RequestError | None, job: Job, checkpoint: Checkpoint
+) -> PlannedRequest:
+    if info is None or not pending.input_row.prompt:
         missing = "video" if info is None else "question"
         raise RequestError("invalid_request", f"the input names no {missing} in this row")
     if isinstance(info, RequestError):
         raise info
     frames = plan_frames(info, job.frames, checkpoint.geometry, pending.window)
     text = checkpoint.prompt_tokens(
-        pending.item.prompt, len(frames.times), frames.fps, frames.times
+        pending.input_row.prompt, len(frames.times), frames.fps, frames.times
     )
     window = window_of(job, checkpoint)
     if text + frames.tokens >= window:
@@ -184,11 +188,11 @@ def _plan(
             f"{frames.tokens} visual tokens of {len(frames.times)} frames and {text} of the prompt leave no room in "
             f"{window}: lower fps, max_frames, max_pixels or total_pixels",
         )
-    return Planned(
+    return PlannedRequest(
         pending.request_id,
-        item=pending.item,
+        input_row=pending.input_row,
         info=info,
-        plan=frames,
+        frame_plan=frames,
         context=text + frames.tokens,
         window=pending.window,
     )

@@ -22,7 +22,7 @@ import pyarrow as pa
 from pipeline.config import ROOT, Job
 from pipeline.intake.prefetch import Source
 from pipeline.records import (
-    RESUMES,
+    RESUME_HINT,
     RunError,
 )
 from std_core.cost_model.account import ModelSize
@@ -30,7 +30,7 @@ from std_core.cost_model.profile import Device
 
 if TYPE_CHECKING:
     from pipeline.records import (
-        Found,
+        ProbedRequest,
     )
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Surveyor(Protocol):
         """Raises UsageError for what is wrong with the model, the draft or the input, if making one
         has not."""
 
-    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
+    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
         """Reads the input, once.
 
         Args: done: fingerprints of the requests that have a row; `failed`: of those whose row is an
@@ -123,7 +123,7 @@ class SubprocessSurvey:
             self._facts = self._answer()
         return self._facts
 
-    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
+    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
         _ = self.facts  # which come first
         self._rows = (b"".join(done), b"".join(failed))
         self._begun = True
@@ -139,7 +139,7 @@ class SubprocessSurvey:
         assert self._closing is not None, "there is more to take"
         return self._closing
 
-    def take(self, seconds: float = 0.0) -> list[Found] | None:
+    def take(self, seconds: float = 0.0) -> list[ProbedRequest] | None:
         """As `Source` has it. Raises RunError where the process ended, and what its survey
         raised."""
         if self.closed or not self._pipe.poll(seconds):
@@ -177,12 +177,12 @@ class SubprocessSurvey:
             raise answer
         return answer
 
-    def _again(self, status: int) -> list[Found]:
+    def _again(self, status: int) -> list[ProbedRequest]:
         """Reads the rest with care, if a signal has ended the process, and that for the first
         time."""
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
         if status >= 0 or self._wary or not self._begun:
-            raise RunError(f"the process that reads the input was ended {how}; {RESUMES}")
+            raise RunError(f"the process that reads the input was ended {how}; {RESUME_HINT}")
         logger.warning(
             "the process that reads the input was ended %s: each file apart from now on", how
         )

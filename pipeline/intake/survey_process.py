@@ -24,7 +24,7 @@ from pipeline.intake.requests import (
 from pipeline.intake.survey import Closing, JobFacts
 from pipeline.output.ledger import split
 from pipeline.records import (
-    Found,
+    ProbedRequest,
     RequestError,
     RunError,
     UsageError,
@@ -63,7 +63,7 @@ class Survey:
 
     def found(
         self, done: Set[bytes] = frozenset(), failed: Set[bytes] = frozenset()
-    ) -> Iterator[list[Found]]:
+    ) -> Iterator[list[ProbedRequest]]:
         """As `Surveyor.begin` has it, in batches; `closing` is of what was read."""
         items = islice(self._items(), self.job.limit)
         every = Requests(
@@ -79,9 +79,9 @@ class InProcessSurvey:
     def __init__(self, job: Job, prompts: Sequence[str], probed: Probed = requests.probed):
         self._survey = Survey(job, prompts, probed)
         self.facts = self._survey.facts
-        self._ahead: Prefetcher[list[Found]] | None = None
+        self._ahead: Prefetcher[list[ProbedRequest]] | None = None
 
-    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[Found]]:
+    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
         batches = self._survey.found(
             frozenset(done), frozenset(failed)
         )  # the sets may change meanwhile
@@ -102,7 +102,9 @@ class InProcessSurvey:
             self._ahead.close()
 
 
-def _each(put: Callable[[list[Found]], None], batches: Iterable[list[Found]]) -> None:
+def _each(
+    put: Callable[[list[ProbedRequest]], None], batches: Iterable[list[ProbedRequest]]
+) -> None:
     for batch in batches:
         put(batch)
 

@@ -10,10 +10,10 @@ from typing import Any
 from pipeline import storage
 from pipeline.config import Job
 from pipeline.records import (
-    Answer,
-    Failed,
+    CompletedRequest,
+    FailedRequest,
     Frames,
-    Item,
+    InputRow,
     RequestError,
     VideoInfo,
 )
@@ -55,31 +55,33 @@ def draft_name(job: Job, draft: Draft | None) -> str:
     return chosen if job.draft == "auto" else job.draft
 
 
-def answered(run: Provenance, answer: Answer) -> dict[str, Any]:
+def answered(run: Provenance, answer: CompletedRequest) -> dict[str, Any]:
     """The row of a request that reached the decoder."""
     planned = answer.request
     result = answer.result
     row = run.columns | _asked(
-        run.job, planned.request_id, planned.item, planned.info, window=planned.window
+        run.job, planned.request_id, planned.input_row, planned.info, window=planned.window
     )
     row |= {"draft": draft_name(run.job, answer.draft), "attempts": answer.attempts}
-    row |= {"planned_visual_tokens": planned.plan.tokens, **_seen(answer.frames)}
+    row |= {"planned_visual_tokens": planned.frame_plan.tokens, **_seen(answer.frames)}
     if result.error is not None:
         return row | _error(result.error)
     return row | _written(result)
 
 
-def failed(run: Provenance, failure: Failed) -> dict[str, Any]:
+def failed(run: Provenance, failure: FailedRequest) -> dict[str, Any]:
     """The row of a request that was given up before its frames were decoded."""
     pending = failure.pending
-    asked = _asked(run.job, pending.request_id, pending.item, failure.info, window=pending.window)
+    asked = _asked(
+        run.job, pending.request_id, pending.input_row, failure.info, window=pending.window
+    )
     return run.columns | {"attempts": 1} | asked | _error(failure.error)
 
 
 def _asked(
     job: Job,
     request_id: str,
-    item: Item,
+    item: InputRow,
     info: VideoInfo | None,
     window: tuple[float, float] | None,
 ) -> dict[str, Any]:

@@ -45,8 +45,10 @@ def choose(
     best = [
         c for c in (_best(t, mix, profile, history, setting=setting) for t in profile.drafts) if c
     ]
-    found = sorted(_gains([*filter(None, [dense]), *best], dense), key=lambda c: c.seconds)
-    chosen = next((c for c in found if c.draft is None or c.gain >= GAIN), None)
+    found = sorted(
+        _gains([*filter(None, [dense]), *best], dense), key=lambda c: c.seconds_per_request
+    )
+    chosen = next((c for c in found if c.draft is None or c.speedup >= GAIN), None)
     dropped = [c for c in found if c is not chosen and c.draft is not None]
     if explores := bool(dropped) and history.explores(turn):
         chosen = dropped[history.exploration(turn) % len(dropped)]
@@ -57,7 +59,9 @@ def choose(
         )
         chosen = replace(
             chosen,
-            memory=tuple(memory_of(mix.longest, profile, chosen.widest, chosen.slots).items()),
+            memory=tuple(
+                memory_of(mix.longest, profile, chosen.widest_draft, chosen.slots).items()
+            ),
         )
     return *filter(None, [chosen]), *others
 
@@ -103,8 +107,12 @@ def fallback(profile: Profile, setting: WaveConfig) -> Draft | None:
 
 def _gains(candidates: list[DraftOption], dense: DraftOption | None) -> Iterator[DraftOption]:
     """Relative to the dense loop; where that does not fit, to the slowest."""
-    base = dense or max(candidates, key=lambda c: c.seconds, default=None)
-    return (replace(c, gain=base.seconds / c.seconds) for c in candidates) if base else iter(())
+    base = dense or max(candidates, key=lambda c: c.seconds_per_request, default=None)
+    return (
+        (replace(c, speedup=base.seconds_per_request / c.seconds_per_request) for c in candidates)
+        if base
+        else iter(())
+    )
 
 
 def _tried(draft: Draft, profile: Profile) -> CalibratedDraft:
@@ -140,7 +148,7 @@ def _best(
         )
         if c
     ]
-    return min(found, key=lambda c: c.seconds, default=None)
+    return min(found, key=lambda c: c.seconds_per_request, default=None)
 
 
 def _each(tried: CalibratedDraft, setting: WaveConfig) -> list[CalibratedDraft]:
@@ -231,11 +239,11 @@ def _weighed(
         draft,
         slots,
         acceptance=rate / mix.count,
-        bytes=rounds / plain_rounds * read / step.rows,
-        bound=plain_rounds * plain / (rounds * read),
-        seconds=rounds / mix.count * round_s / step.rows * history.speed(draft) + once,
-        round_s=round_s / step.rows,
-        token_s=(round_s - plain_s) / gamma / step.rows if gamma else 0.0,
+        bytes_per_token=rounds / plain_rounds * read / step.rows,
+        speedup_bound=plain_rounds * plain / (rounds * read),
+        seconds_per_request=rounds / mix.count * round_s / step.rows * history.speed(draft) + once,
+        row_round_s=round_s / step.rows,
+        row_draft_token_s=(round_s - plain_s) / gamma / step.rows if gamma else 0.0,
         memory=tuple(
             terms(profile.account, mix.longest, slots, draft, pair, profile.device.kind).items()
         ),

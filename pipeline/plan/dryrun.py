@@ -15,7 +15,7 @@ from pipeline.plan.profile_file import provenance
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import (
     DraftOption,
-    Failed,
+    FailedRequest,
     Wave,
 )
 from std_core.cost_model.device_specs import NAMED, published, unmeasured
@@ -39,7 +39,7 @@ class Outlook:
 
 
 def report(
-    waves: Sequence[Wave], failed: Sequence[Failed], outlook: Outlook | None = None
+    waves: Sequence[Wave], failed: Sequence[FailedRequest], outlook: Outlook | None = None
 ) -> dict[str, Any]:
     """The plan as one JSON object; `contexts` counts requests by context length, in classes that
     double.
@@ -49,15 +49,15 @@ def report(
     """
     requests = [r for wave in waves for r in wave.requests]
     infos = {r.info.uri: r.info for r in requests}
-    plans = {r.footage: r.plan for r in requests}
-    videos = infos.keys() | {f.pending.item.video_uri for f in failed}
+    plans = {r.frames_key: r.frame_plan for r in requests}
+    videos = infos.keys() | {f.pending.input_row.video_uri for f in failed}
     found = {
         "requests": len(requests) + len(failed),
         "videos": len(videos),
         "hours": round(sum(info.duration for info in infos.values()) / 3600, 4),
         "frames": sum(len(p.times) for p in plans.values()),
         "context_tokens": sum(r.context for r in requests),
-        "visual_tokens": sum(r.plan.tokens for r in requests),
+        "visual_tokens": sum(r.frame_plan.tokens for r in requests),
         "exact": all(info.exact for info in infos.values()),
         "waves": [_wave(wave) for wave in waves],
         "contexts": _histogram([r.context for r in requests]),
@@ -70,7 +70,9 @@ def report(
 def _wave(wave: Wave) -> dict[str, Any]:
     contexts = [request.context for request in wave.requests]
     sizes = {"requests": len(contexts), "shortest": min(contexts), "longest": max(contexts)}
-    return sizes | ({"slots": wave.max_num_seqs, "draft": name_of(wave.draft)} if wave.why else {})
+    return sizes | (
+        {"slots": wave.max_num_seqs, "draft": name_of(wave.draft)} if wave.options else {}
+    )
 
 
 def _class(context: int) -> int:
@@ -133,15 +135,15 @@ def seconds(waves: Sequence[Wave], profile: Profile) -> dict[str, float]:
     for wave in waves:
         known: set[tuple[object, ...]] = set()
         for request in wave.requests:
-            text = request.context - request.plan.tokens
-            video = (request.info.uri, request.plan.times)
+            text = request.context - request.frame_plan.tokens
+            video = (request.info.uri, request.frame_plan.times)
             if video not in known:
                 known.add(video)
-                found["vision"] += request.plan.tokens * profile.vision
+                found["vision"] += request.frame_plan.tokens * profile.vision
                 found["prefill"] += profile.prefill_s(request.context)
             else:
                 found["prefill"] += once + each * text
-        found["decode"] += len(wave.requests) * wave.why[0].seconds
+        found["decode"] += len(wave.requests) * wave.options[0].seconds_per_request
     return found
 
 
@@ -169,7 +171,7 @@ def _elsewhere(waves: Sequence[Wave], outlook: Outlook) -> dict[str, list[float]
 
 def _chosen(wave: Wave, profile: Profile, setting: WaveConfig) -> Wave | None:
     ways = choose(WaveSummary.of(wave.requests, setting), profile, History(), setting, 0)
-    return replace(wave, why=ways) if ways else None
+    return replace(wave, options=ways) if ways else None
 
 
 def _buckets(waves: Sequence[Wave], profile: Profile) -> dict[str, dict[str, Any]]:
@@ -193,8 +195,8 @@ def _bucket(waves: Sequence[Wave], profile: Profile) -> dict[str, Any]:
         "slots": sorted({wave.max_num_seqs for wave in waves}),
         "crossover": round(profile.account.crossover(CROSSING.keep, union, rows)),
         "drafts": dict(drafts),
-        "memory_gb": {name: round(size / 1e9, 3) for name, size in largest.why[0].memory},
-        "candidates": [_candidate(way) for way in largest.why],
+        "memory_gb": {name: round(size / 1e9, 3) for name, size in largest.options[0].memory},
+        "candidates": [_candidate(way) for way in largest.options],
     }
 
 
@@ -204,17 +206,17 @@ def _candidate(way: DraftOption) -> dict[str, Any]:
         "gammas": [way.pace.least, way.pace.most] if way.pace else [],
         "slots": way.slots,
         "acceptance": round(way.acceptance, 3),
-        "mb_per_token": round(way.bytes / 1e6, 3),
-        "bound": round(way.bound, 3),
-        "seconds": round(way.seconds, 4),
-        "gain": round(way.gain, 3),
+        "mb_per_token": round(way.bytes_per_token / 1e6, 3),
+        "bound": round(way.speedup_bound, 3),
+        "seconds": round(way.seconds_per_request, 4),
+        "gain": round(way.speedup, 3),
     }
 
 
 # --------------------------------------------------------------------------------------- for people
 
 
-def table(plan: dict[str, Any], failed: Sequence[Failed]) -> str:
+def table(plan: dict[str, Any], failed: Sequence[FailedRequest]) -> str:
     """The report for people."""
     bound = "" if plan["exact"] else " at most, since some containers carry no frame count"
     lines = [

@@ -53,7 +53,7 @@ class History:
 
     def observed(self, wave: Wave, results: Sequence[Result]) -> History:
         """Once a wave, or a part of it, is through."""
-        kinds = {request.request_id: kind_of(request.item.prompt) for request in wave.requests}
+        kinds = {request.request_id: kind_of(request.input_row.prompt) for request in wave.requests}
         good = [r for r in results if r.error is None and r.request_id in kinds]
         accepts = self.accepts
         speeds = self.speeds
@@ -113,11 +113,14 @@ def _judged(results: Sequence[Result]) -> int:
 def _foretold(result: Result, wave: Wave) -> float:
     """Seconds that a row's rounds were expected to take, whatever γ each of them had: they grow
     evenly with it."""
-    if not wave.why:
+    if not wave.options:
         return 0.0
-    way = wave.why[0]
+    way = wave.options[0]
     gamma = wave.draft.gamma if wave.draft else 0
-    return result.rounds * way.round_s + (result.drafted - result.rounds * gamma) * way.token_s
+    return (
+        result.rounds * way.row_round_s
+        + (result.drafted - result.rounds * gamma) * way.row_draft_token_s
+    )
 
 
 def _with(seen: Mapping[Key, tuple[T, ...]], key: Key, value: T) -> dict[Key, tuple[T, ...]]:

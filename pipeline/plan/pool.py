@@ -12,10 +12,10 @@ from pipeline.plan.history import History
 from pipeline.plan.settings import WaveConfig
 from pipeline.plan.waves import misfit, plan
 from pipeline.records import (
-    Failed,
-    Found,
-    Pending,
-    Planned,
+    FailedRequest,
+    PendingRequest,
+    PlannedRequest,
+    ProbedRequest,
     UsageError,
     Wave,
 )
@@ -41,8 +41,8 @@ class Pool:
 
     def __init__(
         self,
-        found: Source[list[Found]],
-        failed: Callable[[Failed], None],
+        found: Source[list[ProbedRequest]],
+        failed: Callable[[FailedRequest], None],
         handed: Callable[[Wave], None],
         profile_on: Callable[[Device], Profile],
         setting: WaveConfig,
@@ -54,10 +54,10 @@ class Pool:
         self.setting = setting
         self.history = History()
         self.profile: Profile | None = None
-        self._planned: deque[Planned] = deque()  # not looked at yet
-        self._pool: list[Planned] = []
+        self._planned: deque[PlannedRequest] = deque()  # not looked at yet
+        self._pool: list[PlannedRequest] = []
         self._frames = 0  # of the pool's
-        self._small: list[Failed] = []  # too large for the device, as long as all are
+        self._small: list[FailedRequest] = []  # too large for the device, as long as all are
         self._fitting = False  # whether any request was not
         self._refused = -1  # size of the pool that was too small for a wave
 
@@ -114,7 +114,7 @@ class Pool:
     def _hand_out(self, wave: Wave) -> None:
         ids = {request.request_id for request in wave.requests}
         self._pool = [request for request in self._pool if request.request_id not in ids]
-        self._frames -= sum(len(request.plan.times) for request in wave.requests)
+        self._frames -= sum(len(request.frame_plan.times) for request in wave.requests)
         self.history = self.history.issued(1)
         self._handed(wave)
 
@@ -129,26 +129,28 @@ class Pool:
         if self._small and self._found.closed and self.empty and not self._fitting:
             raise UsageError(self._small[-1].error.message)
 
-    def _sort(self, found: Sequence[Found]) -> None:
+    def _sort(self, found: Sequence[ProbedRequest]) -> None:
         for one in found:
-            if isinstance(one, Failed):
+            if isinstance(one, FailedRequest):
                 self._failed(one)
             else:
                 self._planned.append(one)
 
-    def _admit(self, request: Planned) -> None:
+    def _admit(self, request: PlannedRequest) -> None:
         """What is too large for the device fails once there is something that is not."""
         assert self.profile is not None
         if error := misfit(request, self.profile, self.setting):
             self._small.append(
-                Failed(
-                    Pending(request.request_id, request.item, request.window), error, request.info
+                FailedRequest(
+                    PendingRequest(request.request_id, request.input_row, request.window),
+                    error,
+                    request.info,
                 )
             )
         else:
             self._fitting = True
             self._pool.append(request)
-            self._frames += len(request.plan.times)
+            self._frames += len(request.frame_plan.times)
         if self._fitting:
             for small in self._small:
                 self._failed(small)
@@ -156,13 +158,13 @@ class Pool:
 
 
 def fitting(
-    found: Sequence[Planned], profile: Profile, setting: WaveConfig
-) -> Iterator[Planned | Failed]:
+    found: Sequence[PlannedRequest], profile: Profile, setting: WaveConfig
+) -> Iterator[PlannedRequest | FailedRequest]:
     """As `Pool` has it, of requests that are all there. Raises UsageError where none fits the
     device."""
     errors = [misfit(request, profile, setting) for request in found]
     if found and all(errors):
         raise UsageError(next(e.message for e in reversed(errors) if e))
     for request, error in zip(found, errors, strict=True):
-        pending = Pending(request.request_id, request.item, request.window)
-        yield Failed(pending, error, request.info) if error else request
+        pending = PendingRequest(request.request_id, request.input_row, request.window)
+        yield FailedRequest(pending, error, request.info) if error else request

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipeline.config import Job
 from pipeline.plan.history import kind_of
-from pipeline.records import Planned
+from pipeline.records import PlannedRequest
 from std_core.cost_model.memory import LongestRequest, SamplingMode
 from std_core.types import Draft
 
@@ -76,26 +76,26 @@ class WaveSummary:
     kinds: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, requests: Sequence[Planned], setting: WaveConfig) -> WaveSummary:
+    def of(cls, requests: Sequence[PlannedRequest], setting: WaveConfig) -> WaveSummary:
         count = len(requests)
-        visual = max(r.plan.tokens for r in requests)
-        text = max(r.context - r.plan.tokens for r in requests)
+        visual = max(r.frame_plan.tokens for r in requests)
+        text = max(r.context - r.frame_plan.tokens for r in requests)
         kinds: dict[str, int] = {}
         for request in requests:
-            kind = kind_of(request.item.prompt)
+            kind = kind_of(request.input_row.prompt)
             kinds[kind] = kinds.get(kind, 0) + 1
         return cls(
             count,
             sum(r.context for r in requests) / count,
-            sum(r.plan.tokens for r in requests) / count,
-            len({(r.info.uri, r.plan.times) for r in requests}),
+            sum(r.frame_plan.tokens for r in requests) / count,
+            len({(r.info.uri, r.frame_plan.times) for r in requests}),
             _load(visual + text, visual, setting),
             tuple(sorted(kinds.items())),
         )
 
 
-def load_of(request: Planned, setting: WaveConfig) -> LongestRequest:
-    return _load(request.context, request.plan.tokens, setting)
+def load_of(request: PlannedRequest, setting: WaveConfig) -> LongestRequest:
+    return _load(request.context, request.frame_plan.tokens, setting)
 
 
 def _load(context: int, visual: int, setting: WaveConfig) -> LongestRequest:

@@ -13,7 +13,7 @@ from itertools import islice
 from pipeline.plan.choose import MEMORY, choose, fallback, memory_of, slots_of
 from pipeline.plan.history import History
 from pipeline.plan.settings import WaveConfig, WaveSummary, load_of
-from pipeline.records import Planned, RequestError, UsageError, Wave
+from pipeline.records import PlannedRequest, RequestError, UsageError, Wave
 from std_core.cost_model.memory import LongestRequest, total
 from std_core.cost_model.profile import Profile
 
@@ -25,7 +25,7 @@ LIKE = 1.25  # contexts within this ratio are alike
 
 
 def plan(
-    pool: Sequence[Planned],
+    pool: Sequence[PlannedRequest],
     profile: Profile,
     history: History,
     idle_engines: int,
@@ -52,7 +52,7 @@ def plan(
         raise UsageError(advice(min(pool, key=lambda r: r.context), profile, setting))
     draft = fallback(profile, setting)
 
-    def slots(request: Planned) -> int:
+    def slots(request: PlannedRequest) -> int:
         return slots_of(load_of(request, setting), profile, setting, draft)
 
     waves: list[Wave] = []
@@ -73,14 +73,14 @@ def plan(
     return tuple(waves)
 
 
-def misfit(request: Planned, profile: Profile, setting: WaveConfig) -> RequestError | None:
+def misfit(request: PlannedRequest, profile: Profile, setting: WaveConfig) -> RequestError | None:
     """Why a request can be in no wave; None if it can."""
     if slots_of(load_of(request, setting), profile, setting, fallback(profile, setting)):
         return None
     return RequestError("out_of_memory", advice(request, profile, setting))
 
 
-def advice(request: Planned, profile: Profile, setting: WaveConfig) -> str:
+def advice(request: PlannedRequest, profile: Profile, setting: WaveConfig) -> str:
     """What would make a request fit, in one sentence."""
     draft = fallback(profile, setting)
     needs = memory_of(load_of(request, setting), profile, draft, slots=1)
@@ -96,11 +96,11 @@ def advice(request: Planned, profile: Profile, setting: WaveConfig) -> str:
 
 
 def cut(
-    pool: Sequence[Planned],
-    slots: Callable[[Planned], int],
+    pool: Sequence[PlannedRequest],
+    slots: Callable[[PlannedRequest], int],
     closed: bool = True,
     most: int | None = None,
-) -> Iterator[list[Planned]]:
+) -> Iterator[list[PlannedRequest]]:
     """Requests that are handed out together, longest contexts first.
 
     All questions on one video lie side by side, in one wave, in the order of the pool, so that its
@@ -111,7 +111,7 @@ def cut(
         closed: what is left over is handed out too.
         most: requests in a wave, unless it has fewer than slots.
     """
-    wave: list[Planned] = []
+    wave: list[PlannedRequest] = []
     longest = 0
     room = 1
     for group in _by_video(pool):
@@ -131,10 +131,10 @@ def cut(
         yield wave
 
 
-def _by_video(pool: Sequence[Planned]) -> list[list[Planned]]:
+def _by_video(pool: Sequence[PlannedRequest]) -> list[list[PlannedRequest]]:
     """Groups that share frames, the one with the longest context first; ties by the pool's
     order."""
-    groups: dict[tuple[object, ...], list[Planned]] = {}
+    groups: dict[tuple[object, ...], list[PlannedRequest]] = {}
     for request in pool:
         groups.setdefault((request.info.uri, request.info.version), []).append(request)
     for group in groups.values():  # windows one behind the other, the questions on one side by side

@@ -55,7 +55,7 @@ class Sink:
 
     Attributes:
         pts: s from the first frame, of the frames that were put.
-        shows: per planned time, in order, the number of its frame, or -1 where it is lost.
+        frame_indices: per planned time, in order, the number of its frame, or -1 where it is lost.
     """
 
     def __init__(self, memory: int, job: DecodeJob):
@@ -63,35 +63,39 @@ class Sink:
         self.shape = (job.height, job.width, 3)
         self.room = len(job.times)
         self.pts: list[float] = []
-        self.shows: list[int] = []
+        self.frame_indices: list[int] = []
         os.ftruncate(memory, self.room * math.prod(self.shape))
 
     def put(self, at: float, image: np.ndarray) -> None:
         """The next planned time's frame, which begins `at` s after the first one; (height, width,
         3) uint8."""
-        if len(self.shows) == self.room or image.shape != self.shape or image.dtype != np.uint8:
+        if (
+            len(self.frame_indices) == self.room
+            or image.shape != self.shape
+            or image.dtype != np.uint8
+        ):
             raise DecodeError("decode_error", "it gave other frames than were planned")
         os.pwrite(self.memory, np.ascontiguousarray(image).data, len(self.pts) * image.size)
         self.pts.append(round(at, 6))
-        self.shows.append(len(self.pts) - 1)
+        self.frame_indices.append(len(self.pts) - 1)
 
     def repeat(self) -> None:
         """The next planned time shows the frame that was put last."""
-        self.shows.append(len(self.pts) - 1)
+        self.frame_indices.append(len(self.pts) - 1)
 
     def lose(self) -> None:
         """The next planned time's frame is missing or damaged."""
-        self.shows.append(-1)
+        self.frame_indices.append(-1)
 
     @property
     def lost(self) -> int:
         """Planned times without a frame so far, those that no decoder came to included."""
-        return self.room - len(self.shows) + self.shows.count(-1)
+        return self.room - len(self.frame_indices) + self.frame_indices.count(-1)
 
     def clear(self) -> None:
         """Forgets everything, for a decoder that starts again."""
         self.pts.clear()
-        self.shows.clear()
+        self.frame_indices.clear()
 
 
 def resize(image: np.ndarray | av.VideoFrame, height: int, width: int, rotation: int) -> np.ndarray:

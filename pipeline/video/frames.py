@@ -93,10 +93,10 @@ def decode(
         outcome.pixels,
         pts=outcome.pts,
         fps=plan.fps,
-        frames_lost=outcome.shows.count(-1),
+        frames_lost=outcome.frame_indices.count(-1),
         rotation=info.rotation,
         decoder=label,
-        shows=outcome.shows,
+        frame_indices=outcome.frame_indices,
     )
 
 
@@ -171,7 +171,7 @@ class _Run:
         if outcome.error is None and not outcome.pts:
             return Outcome(error=("zero_frames", "no frame was found"))
         planned = len(self.plan.times)
-        intact = planned - outcome.shows.count(-1)
+        intact = planned - outcome.frame_indices.count(-1)
         if outcome.error is None and self.plan.windows == 1 and 2 * intact < planned:
             return Outcome(
                 error=("truncated_file", f"only {intact} of {planned} frames are intact")

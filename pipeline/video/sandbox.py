@@ -37,7 +37,9 @@ class Outcome:
 
     pixels: np.ndarray | None = None  # (T, height, width, 3) uint8
     pts: tuple[float, ...] = ()
-    shows: tuple[int, ...] = ()  # per planned time the number of its frame, or -1 where it is lost
+    frame_indices: tuple[
+        int, ...
+    ] = ()  # per planned time the number of its frame, or -1 where it is lost
     error: tuple[str, str] | None = None
 
 
@@ -138,8 +140,8 @@ def _unpack(memory: int, job: DecodeJob) -> Outcome:
     view = pixels.reshape(-1).data
     while at < len(view):  # one read returns 2 GiB at the most
         at += os.preadv(memory, [view[at:]], at)
-    shows = report["shows"] + [-1] * (len(job.times) - len(report["shows"]))
-    return Outcome(pixels, tuple(report["pts"]), tuple(shows))
+    frame_indices = report["shows"] + [-1] * (len(job.times) - len(report["shows"]))
+    return Outcome(pixels, tuple(report["pts"]), tuple(frame_indices))
 
 
 _idle: list[Worker] = []
@@ -233,7 +235,7 @@ def _report(memory: int, job: DecodeJob, module: str, name: str) -> None:
         error = ("decode_crashed", "it ran out of the memory it may take")
     except Exception as failure:  # whatever a decoder raises is this attempt's result
         error = (getattr(failure, "code", "decode_error"), _reason(failure))
-    report = {"pts": sink.pts, "shows": sink.shows, "error": error}
+    report = {"pts": sink.pts, "shows": sink.frame_indices, "error": error}
     os.pwrite(memory, json.dumps(report).encode(), os.fstat(memory).st_size)
 
 

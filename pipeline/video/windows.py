@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.records import FrameOptions, FramePlan, Frames, Planned, RequestError, VideoInfo
+from pipeline.records import (
+    FrameOptions,
+    FramePlan,
+    Frames,
+    PlannedRequest,
+    RequestError,
+    VideoInfo,
+)
 
 SPAN_BYTES = 256 << 20  # of frames that one pass hands on
 SPAN = 8  # windows that one pass decodes at most, so that other processors have work too
@@ -37,7 +44,7 @@ def windows(info: VideoInfo, options: FrameOptions, seconds: float, overlap: flo
 class Span:
     """Requests whose frames are decoded in one pass, and what that pass is to find."""
 
-    requests: tuple[Planned, ...]
+    requests: tuple[PlannedRequest, ...]
     plan: FramePlan
 
     @property
@@ -46,13 +53,13 @@ class Span:
         return len(self.plan.times) * self.plan.height * self.plan.width * 3
 
 
-def spans(requests: Iterable[Planned]) -> Iterator[Span]:
+def spans(requests: Iterable[PlannedRequest]) -> Iterator[Span]:
     """Requests that share a video, or are about neighbouring windows of one, in the order in which
     they first come."""
-    groups: dict[str, list[Planned]] = {}
+    groups: dict[str, list[PlannedRequest]] = {}
     for request in requests:
-        groups.setdefault(request.footage, []).append(request)
-    members: list[list[Planned]] = []
+        groups.setdefault(request.frames_key, []).append(request)
+    members: list[list[PlannedRequest]] = []
     for group in groups.values():
         if members and (
             not _together(members, group[0]) or _of([*members, group]).nbytes > SPAN_BYTES
@@ -64,18 +71,21 @@ def spans(requests: Iterable[Planned]) -> Iterator[Span]:
         yield _of(members)
 
 
-def _together(members: Sequence[Sequence[Planned]], new: Planned) -> bool:
+def _together(members: Sequence[Sequence[PlannedRequest]], new: PlannedRequest) -> bool:
     """Whether a window goes on where the last one ends, with frames of the same size."""
     last = members[-1][0]
     if last.window is None or new.window is None or len(members) == SPAN:
         return False
     same = (last.info.uri, last.info.version) == (new.info.uri, new.info.version)
-    sizes = (last.plan.height, last.plan.width) == (new.plan.height, new.plan.width)
+    sizes = (last.frame_plan.height, last.frame_plan.width) == (
+        new.frame_plan.height,
+        new.frame_plan.width,
+    )
     return same and sizes and last.window[0] < new.window[0] <= last.window[1] + 1e-6
 
 
-def _of(members: Sequence[Sequence[Planned]]) -> Span:
-    plans = [group[0].plan for group in members]
+def _of(members: Sequence[Sequence[PlannedRequest]]) -> Span:
+    plans = [group[0].frame_plan for group in members]
     return Span(tuple(request for group in members for request in group), merged(plans))
 
 
@@ -104,16 +114,16 @@ def part(
     """
     if whole.windows == 1:
         return frames, tuple(range(len(frames.pts)))
-    number_of = dict(zip(whole.times, frames.shows, strict=True))
-    shows = [number_of[time] for time in plan.times]
-    numbers = tuple(sorted({number for number in shows if number >= 0}))
-    lost = shows.count(-1)
+    number_of = dict(zip(whole.times, frames.frame_indices, strict=True))
+    frame_indices = [number_of[time] for time in plan.times]
+    numbers = tuple(sorted({number for number in frame_indices if number >= 0}))
+    lost = frame_indices.count(-1)
     if not numbers:
         return RequestError("zero_frames", "no frame of this part of the video was found"), ()
-    if 2 * (len(shows) - lost) < len(shows):
-        intact = f"only {len(shows) - lost} of {len(shows)} frames are intact"
+    if 2 * (len(frame_indices) - lost) < len(frame_indices):
+        intact = f"only {len(frame_indices) - lost} of {len(frame_indices)} frames are intact"
         return RequestError("truncated_file", f"of this part of the video {intact}"), ()
     pts = tuple(frames.pts[number] for number in numbers)
     own = {number: place for place, number in enumerate(numbers)}
-    told = tuple(own.get(number, -1) for number in shows)
-    return replace(frames, pts=pts, fps=plan.fps, frames_lost=lost, shows=told), numbers
+    told = tuple(own.get(number, -1) for number in frame_indices)
+    return replace(frames, pts=pts, fps=plan.fps, frames_lost=lost, frame_indices=told), numbers

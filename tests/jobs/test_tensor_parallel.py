@@ -13,7 +13,7 @@ from pipeline import read
 from pipeline.config import parse_job
 from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import plan_job, run_job
-from pipeline.records import Answer, UsageError
+from pipeline.records import CompletedRequest, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_two_ranks_write_what_one_does_and_when_one_dies_another_engine_takes_th
     killed: list[psutil.Process] = []
     answered = job_module._Recorder.answered
 
-    def kill_one(self: Any, answer: Answer) -> None:
+    def kill_one(self: Any, answer: CompletedRequest) -> None:
         if not killed:
             killed.append(engines()[which])
             killed[0].kill()

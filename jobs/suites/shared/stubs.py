@@ -15,7 +15,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-from pipeline.records import FramePlan, Frames, Item, Planned, VideoInfo, Wave
+from pipeline.records import FramePlan, Frames, InputRow, PlannedRequest, VideoInfo, Wave
 from pipeline.video.frames import Limits
 from std_core.cost_model.profile import Device
 from std_core.types import Counters, Draft, Mode, Pace, Request, Result
@@ -115,7 +115,7 @@ def write_stub(path: Path, frames: int = 8) -> None:
         container.mux(stream.encode())
 
 
-def planned(number: int, prompt: str = "?", video: str = "", frames: int = 4) -> Planned:
+def planned(number: int, prompt: str = "?", video: str = "", frames: int = 4) -> PlannedRequest:
     """A request about a video of its own, unless it is named, of `frames` frames of 56 × 56."""
     uri = video or f"/stub/{number}.mp4"
     info = VideoInfo(
@@ -134,11 +134,11 @@ def planned(number: int, prompt: str = "?", video: str = "", frames: int = 4) ->
         rotation=0,
     )
     times = tuple(i / 8 for i in range(frames))
-    return Planned(
+    return PlannedRequest(
         f"{number:032x}",
-        item=Item(uri, prompt),
+        input_row=InputRow(uri, prompt),
         info=info,
-        plan=FramePlan(times, height=56, width=56, fps=8.0, tokens=4 * frames),
+        frame_plan=FramePlan(times, height=56, width=56, fps=8.0, tokens=4 * frames),
         context=4 * frames + 8,
     )
 
@@ -146,7 +146,7 @@ def planned(number: int, prompt: str = "?", video: str = "", frames: int = 4) ->
 class Listed:
     """Waves that are all there from the start."""
 
-    def __init__(self, requests: Iterable[Planned], max_num_seqs: int, size: int = 64):
+    def __init__(self, requests: Iterable[PlannedRequest], max_num_seqs: int, size: int = 64):
         every = list(requests)
         self.waves = deque(
             Wave(tuple(every[i : i + size]), max_num_seqs) for i in range(0, len(every), size)

@@ -87,7 +87,10 @@ def cell(
     context: int, dense: float, small: float, large: float, chosen: Draft | None, predicted: float
 ) -> Cell:
     times = {None: timed(dense, 0.1), SMALL: timed(small, 0.1), LARGE: timed(large, 0.1)}
-    ways = (DraftOption(chosen, 1, seconds=predicted), DraftOption(None, 1, seconds=dense / 10))
+    ways = (
+        DraftOption(chosen, 1, seconds_per_request=predicted),
+        DraftOption(None, 1, seconds_per_request=dense / 10),
+    )
     return Cell(
         context, rows=1, answer=Answer(10), count=10, times=times, ways=ways, plan=times[chosen]
     )

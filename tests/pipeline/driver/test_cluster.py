@@ -21,10 +21,10 @@ from pipeline.driver import replica as replica_module
 from pipeline.driver.cluster import drive
 from pipeline.driver.replica import RunSnapshot
 from pipeline.records import (
-    Answer,
+    CompletedRequest,
     FramePlan,
     Frames,
-    Planned,
+    PlannedRequest,
     RequestError,
     RunError,
     VideoInfo,
@@ -45,8 +45,8 @@ def by_value() -> None:
 class Seen:
     """What a drive handed on."""
 
-    def __init__(self, requests: list[Planned], slots: int, **settings: Any):
-        self.rows: list[Answer] = []
+    def __init__(self, requests: list[PlannedRequest], slots: int, **settings: Any):
+        self.rows: list[CompletedRequest] = []
         self.flows: list[RunSnapshot] = []
         self.job = Job(max_num_seqs=slots, **settings)
         self.requests = requests
@@ -72,7 +72,9 @@ class Seen:
     @property
     def errors(self) -> dict[str, str]:
         """Prompt → code."""
-        return {a.request.item.prompt: a.result.error.code for a in self.rows if a.result.error}
+        return {
+            a.request.input_row.prompt: a.result.error.code for a in self.rows if a.result.error
+        }
 
     @property
     def deaths(self) -> int:
@@ -97,8 +99,8 @@ def test_a_request_that_kills_its_engine_is_blamed_and_nobody_else() -> None:
     seen = Seen([planned(i, "kill" if i == 5 else "?") for i in range(12)], slots).drive()
     assert seen.once() and seen.errors == {"kill": "worker_killed"}
     assert seen.deaths <= 4 + math.ceil(math.log2(slots))
-    assert all(a.attempts > 1 for a in seen.rows if a.request.item.prompt == "kill")
-    assert any(a.attempts > 1 for a in seen.rows if a.request.item.prompt == "?")
+    assert all(a.attempts > 1 for a in seen.rows if a.request.input_row.prompt == "kill")
+    assert any(a.attempts > 1 for a in seen.rows if a.request.input_row.prompt == "?")
 
 
 def test_a_request_that_hangs_its_engine_is_blamed_and_nobody_else() -> None:
@@ -131,7 +133,7 @@ def test_a_video_whose_decoder_was_killed_is_decoded_again_but_not_for_ever(tmp_
     decode = partial(crashing_decode, folder=str(tmp_path), times={"1": 1, "2": 9})
     seen = Seen([planned(i, str(i)) for i in range(4)], 2).drive(decode=decode)
     assert seen.once() and seen.errors == {"2": "decode_crashed"}
-    assert {a.request.item.prompt: a.attempts for a in seen.rows} == {
+    assert {a.request.input_row.prompt: a.attempts for a in seen.rows} == {
         "0": 1,
         "1": 1,
         "2": 3,
@@ -164,7 +166,7 @@ def test_engines_that_never_start_end_the_run() -> None:
 
 
 def test_a_refused_row_ends_the_run_and_leaves_nothing_running() -> None:
-    def refuse(answer: Answer) -> None:
+    def refuse(answer: CompletedRequest) -> None:
         raise RequestError("storage_error", "/out: No space left on device")
 
     waves = Listed([planned(0)], 1)

@@ -25,12 +25,12 @@ from pipeline.driver.feeder import Handover
 from pipeline.driver.fleet import Fleet
 from pipeline.driver.replica import Replica, RunSnapshot
 from pipeline.records import (
-    Answer,
+    CompletedRequest,
     DraftOption,
     EngineConfig,
     FramePlan,
     Frames,
-    Planned,
+    PlannedRequest,
     RequestError,
     RunError,
     VideoInfo,
@@ -222,11 +222,16 @@ class Run:
     """A fleet in a world, and what it handed on."""
 
     def __init__(
-        self, world: World, requests: list[Planned], slots: int, replicas: int, bound: int = 1 << 40
+        self,
+        world: World,
+        requests: list[PlannedRequest],
+        slots: int,
+        replicas: int,
+        bound: int = 1 << 40,
     ):
         self.requests = requests
         self.world = world
-        self.rows: list[Answer] = []
+        self.rows: list[CompletedRequest] = []
         self.flows: list[RunSnapshot] = []
         job = Job(max_num_seqs=slots, engine_timeout=TIMEOUT, stall_timeout=400.0)
         self.waves = Listed(requests, slots, size=7)
@@ -240,7 +245,9 @@ class Run:
             self.waves.waves[number] = Wave(
                 wave.requests, count, draft, (DraftOption(draft, count, pace=pace),)
             )
-        self.setups = {r.request_id: wave.setup for wave in self.waves.waves for r in wave.requests}
+        self.setups = {
+            r.request_id: wave.engine_config for wave in self.waves.waves for r in wave.requests
+        }
         places = [Replica(number, slots) for number in range(replicas)]
         intake = Intake(world, self.waves, places, bound)
         handover = Handover(job, max_model_len=4096, backend=world, replicas=places, intake=intake)
@@ -295,7 +302,7 @@ class Run:
         return {a.request.request_id: a.result.error.code for a in self.rows if a.result.error}
 
 
-def archive(rng: random.Random, count: int, bad: dict[int, str]) -> list[Planned]:
+def archive(rng: random.Random, count: int, bad: dict[int, str]) -> list[PlannedRequest]:
     """Requests, several on a video, some of which do harm."""
     video = 0
     requests = []
@@ -322,7 +329,7 @@ def test_whatever_fails_every_request_comes_out_once_and_only_culprits_are_blame
     assert run.blamed == {f"{place:032x}": codes[what] for place, what in bad.items()}
     assert run.fleet.deaths <= len(bad) * (4 + math.ceil(math.log2(slots)))
     assert world.most_held <= max(replica_module.HELD * slots, 1)
-    largest = max(len(r.plan.times) for r in requests) * 56 * 56 * 3
+    largest = max(len(r.frame_plan.times) for r in requests) * 56 * 56 * 3
     assert run.fleet.intake.most_nbytes <= max(bound, largest)
 
 
@@ -418,7 +425,7 @@ def test_a_driver_that_slept_does_not_take_its_engines_for_dead() -> None:
     emit = run.fleet.emit
     slept = []
 
-    def sleep(answer: Answer) -> None:
+    def sleep(answer: CompletedRequest) -> None:
         emit(answer)
         if len(run.rows) == 10:
             slept.append(world.now)

@@ -22,9 +22,9 @@ from pipeline.intake.manifest import open_manifest
 from pipeline.output import rows
 from pipeline.output.schema import output_schema, to_table
 from pipeline.records import (
-    Failed,
-    Item,
-    Pending,
+    FailedRequest,
+    InputRow,
+    PendingRequest,
     RequestError,
     UsageError,
 )
@@ -55,7 +55,7 @@ def write(folder: str, format_: str, rows: list[dict[str, Any]], name: str = "m"
     return uri
 
 
-def items(uri: str, *prompts: str, **columns: str) -> list[Item]:
+def items(uri: str, *prompts: str, **columns: str) -> list[InputRow]:
     return list(open_manifest(uri, prompts, **columns).items())
 
 
@@ -354,7 +354,7 @@ def test_credentials_are_handed_to_storage_and_to_nothing_else(tmp_path: Path) -
     [item] = open_manifest(str(tmp_path / "m.csv")).items()
     assert item.video_uri == signed
     assert item.columns == {"url": "https://host/a.mp4?x=2", "question": "What?"}
-    failure = Failed(Pending("1", item), RequestError("not_found", "gone"))
+    failure = FailedRequest(PendingRequest("1", item), RequestError("not_found", "gone"))
     row = rows.failed(rows.Provenance(Job(), "r", None), failure)
     assert row["video_uri"] == "https://host/a.mp4?x=2"
     assert "secret" not in str(row)

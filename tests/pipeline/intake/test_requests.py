@@ -19,11 +19,11 @@ from pipeline.intake.requests import (
 )
 from pipeline.job import main
 from pipeline.records import (
-    Failed,
+    FailedRequest,
     FrameOptions,
-    Item,
-    Pending,
-    Planned,
+    InputRow,
+    PendingRequest,
+    PlannedRequest,
     UsageError,
 )
 from std_core.model.checkpoint import Checkpoint
@@ -55,16 +55,16 @@ def test_a_model_that_takes_no_video_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def ids(items: list[Item], job: Job, done: frozenset[bytes] = frozenset()) -> list[str]:
+def ids(items: list[InputRow], job: Job, done: frozenset[bytes] = frozenset()) -> list[str]:
     return [p.request_id for p in Requests(items, job, "r", set()).without_row(done)]
 
 
 def test_requests_are_named_by_what_changes_their_text(clip: str) -> None:
     items = [
-        Item(clip, "a"),
-        Item(clip, "b"),
-        Item(clip, "a", occurrence=1),
-        Item("/nowhere.mp4", "a"),
+        InputRow(clip, "a"),
+        InputRow(clip, "b"),
+        InputRow(clip, "a", occurrence=1),
+        InputRow("/nowhere.mp4", "a"),
     ]
     names = ids(items, Job())
     assert len(set(names)) == 4
@@ -77,7 +77,11 @@ def test_requests_are_named_by_what_changes_their_text(clip: str) -> None:
 
 
 def test_what_has_a_row_is_left_out_and_a_repeated_id_is_one_request(clip: str) -> None:
-    items = [Item(clip, "a", given_id="7"), Item(clip, "b"), Item(clip, "a", given_id="7")]
+    items = [
+        InputRow(clip, "a", given_id="7"),
+        InputRow(clip, "b"),
+        InputRow(clip, "a", given_id="7"),
+    ]
     names = ids(items, Job())
     assert len(names) == 2
     requests = Requests(items, Job(), "r", set())
@@ -86,29 +90,35 @@ def test_what_has_a_row_is_left_out_and_a_repeated_id_is_one_request(clip: str) 
 
 
 def test_a_context_is_the_prompt_and_the_visual_tokens(clip: str, checkpoint: Checkpoint) -> None:
-    pool = [Pending("1", Item(clip, "Describe this video."))]
+    pool = [PendingRequest("1", InputRow(clip, "Describe this video."))]
     [planned] = look(pool, Job(), checkpoint)
-    assert isinstance(planned, Planned)
-    assert planned.context == planned.plan.tokens + checkpoint.prompt_tokens("Describe this video.")
+    assert isinstance(planned, PlannedRequest)
+    assert planned.context == planned.frame_plan.tokens + checkpoint.prompt_tokens(
+        "Describe this video."
+    )
     [too_long] = look(pool, Job(max_model_len=planned.context), checkpoint)
-    assert isinstance(too_long, Failed)
+    assert isinstance(too_long, FailedRequest)
     assert too_long.error.code == "context_too_long"
     assert too_long.info == planned.info
-    assert isinstance(next(look(pool, Job(max_model_len=planned.context + 1), checkpoint)), Planned)
+    assert isinstance(
+        next(look(pool, Job(max_model_len=planned.context + 1), checkpoint)), PlannedRequest
+    )
 
 
 def test_every_request_is_planned_or_fails(clip: str, checkpoint: Checkpoint) -> None:
     items = [
-        Item(clip, "a"),
-        Item("", "a"),
-        Item(clip, ""),
-        Item("/nowhere.mp4", "a"),
-        Item(clip, "b"),
+        InputRow(clip, "a"),
+        InputRow("", "a"),
+        InputRow(clip, ""),
+        InputRow("/nowhere.mp4", "a"),
+        InputRow(clip, "b"),
     ]
-    pool = [Pending(str(i), item) for i, item in enumerate(items)]
+    pool = [PendingRequest(str(i), item) for i, item in enumerate(items)]
     [batch] = found(pool, Job(), checkpoint)
-    assert [one.request_id for one in batch if isinstance(one, Planned)] == ["0", "4"]
-    assert {one.pending.request_id: one.error.code for one in batch if isinstance(one, Failed)} == {
+    assert [one.request_id for one in batch if isinstance(one, PlannedRequest)] == ["0", "4"]
+    assert {
+        one.pending.request_id: one.error.code for one in batch if isinstance(one, FailedRequest)
+    } == {
         "1": "invalid_request",
         "2": "invalid_request",
         "3": "not_found",
@@ -124,7 +134,7 @@ def test_no_window_beyond_the_models_own(checkpoint: Checkpoint) -> None:
 def test_a_texts_draft_is_part_of_its_identity_only_where_it_makes_the_text(tmp_path: Path) -> None:
     def ids(**settings: Any) -> set[str]:
         job = Job(input=str(tmp_path), **settings)
-        items = [Item(str(tmp_path / "a.mp4"), "?")]
+        items = [InputRow(str(tmp_path / "a.mp4"), "?")]
         return {p.request_id for p in Requests(items, job, "1", set()).without_row(frozenset())}
 
     assert ids() == ids(draft="random") == ids(mode="dense") == ids(gamma=2)
@@ -139,10 +149,10 @@ def test_few_headers_are_read_before_the_first_requests_are_known_and_never_very
 ) -> None:
     taken = 0
 
-    def pending() -> Iterator[Pending]:
+    def pending() -> Iterator[PendingRequest]:
         nonlocal taken
         for taken in range(1, 3001):
-            yield Pending(str(taken), Item(clip, "a"))
+            yield PendingRequest(str(taken), InputRow(clip, "a"))
 
     batches = found(pending(), Job(), checkpoint)
     sizes = [len(next(batches))]
@@ -154,7 +164,7 @@ def test_few_headers_are_read_before_the_first_requests_are_known_and_never_very
 def test_a_request_that_was_seen_costs_little(tmp_path: Path) -> None:
     """A driver remembers 16 bytes of each of a million requests, whatever Python makes of them."""
     count = 4000
-    items = (Item(str(tmp_path / "none.mp4"), f"question {i}") for i in range(count))
+    items = (InputRow(str(tmp_path / "none.mp4"), f"question {i}") for i in range(count))
     requests = Requests(items, Job(), "r", set())
     tracemalloc.start()
     for _ in requests.without_row(frozenset()):

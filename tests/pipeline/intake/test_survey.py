@@ -20,8 +20,8 @@ from pipeline.intake.prefetch import Source
 from pipeline.intake.survey import SubprocessSurvey, Surveyor
 from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.records import (
-    Failed,
-    Found,
+    FailedRequest,
+    ProbedRequest,
     RunError,
     UsageError,
 )
@@ -41,14 +41,14 @@ def job(tmp_path: Path, tiny_model: Path) -> Job:
     return Job(input=str(folder), model=str(tiny_model))
 
 
-def drain(found: Source[list[Found]]) -> list[Found]:
-    every: list[Found] = []
+def drain(found: Source[list[ProbedRequest]]) -> list[ProbedRequest]:
+    every: list[ProbedRequest] = []
     while not found.closed:
         every += found.take(1.0) or []
     return every
 
 
-def ids(every: Iterable[Found]) -> list[str]:
+def ids(every: Iterable[ProbedRequest]) -> list[str]:
     return [one.request_id for one in every]
 
 
@@ -63,8 +63,10 @@ def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPa
     def survey(surveyor: Surveyor, done: frozenset[bytes] = frozenset()) -> tuple[object, ...]:
         with surveyor:
             every = drain(surveyor.begin(done, done))
-            failures = [(f.error.code, f.error.message) for f in every if isinstance(f, Failed)]
-            planned = [one for one in every if not isinstance(one, Failed)]
+            failures = [
+                (f.error.code, f.error.message) for f in every if isinstance(f, FailedRequest)
+            ]
+            planned = [one for one in every if not isinstance(one, FailedRequest)]
             return surveyor.facts, ids(every), failures, planned, surveyor.closing
 
     alone = survey(InProcessSurvey(job, PROMPTS))
@@ -133,7 +135,11 @@ def test_only_the_file_that_ends_processes_is_blamed(
     monkeypatch.setattr(isolated_probe, "TRIED", "stand_in:try_headers")
     with InProcessSurvey(job, PROMPTS, isolated_probe.probed) as survey:
         every = drain(survey.begin(frozenset(), frozenset()))
-    errors = {Path(f.pending.item.video_uri).name: f.error for f in every if isinstance(f, Failed)}
+    errors = {
+        Path(f.pending.input_row.video_uri).name: f.error
+        for f in every
+        if isinstance(f, FailedRequest)
+    }
     assert {name: error.code for name, error in errors.items()} == {
         "2.mp4": "not_a_video",
         "3.mp4": "decode_crashed",

@@ -8,11 +8,11 @@ from pipeline.plan.dryrun import Outlook, name_of, report, seconds, table
 from pipeline.plan.settings import WaveConfig
 from pipeline.plan.waves import History, plan
 from pipeline.records import (
-    Failed,
+    FailedRequest,
     FramePlan,
-    Item,
-    Pending,
-    Planned,
+    InputRow,
+    PendingRequest,
+    PlannedRequest,
     RequestError,
     VideoInfo,
 )
@@ -35,7 +35,7 @@ LLAMA = ModelSize(
 PROFILE = unmeasured(published("H100"), LLAMA, "m", "bfloat16")
 
 
-def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> Planned:
+def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> PlannedRequest:
     info = VideoInfo(
         f"v{video}",
         size_bytes=1,
@@ -51,11 +51,11 @@ def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> P
         width=56,
         rotation=0,
     )
-    return Planned(
+    return PlannedRequest(
         str(number),
-        item=Item(info.uri, "Describe."),
+        input_row=InputRow(info.uri, "Describe."),
         info=info,
-        plan=FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=visual),
+        frame_plan=FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=visual),
         context=visual + text,
     )
 
@@ -79,7 +79,9 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
         *(request(200 + i, 200 + i, 800) for i in range(100)),
     ]
     found = plan(requests, PROFILE, History(), 99, True, WaveConfig())
-    lost = Failed(Pending("x", Item("v", "?")), RequestError("context_too_long", "it is too long"))
+    lost = FailedRequest(
+        PendingRequest("x", InputRow("v", "?")), RequestError("context_too_long", "it is too long")
+    )
     figures = report(found, [lost], Outlook(PROFILE, WaveConfig(), 2.0))
     assert figures["requests"] == 301 and figures["failures"] == {"context_too_long": 1}
     assert set(figures["buckets"]) == {"32768", "1024"}

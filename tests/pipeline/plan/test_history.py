@@ -7,7 +7,15 @@ import pytest
 from pipeline.plan.choose import choose
 from pipeline.plan.history import ROUNDS, History, kind_of
 from pipeline.plan.settings import WaveConfig, WaveSummary
-from pipeline.records import DraftOption, FramePlan, Item, Planned, RequestError, VideoInfo, Wave
+from pipeline.records import (
+    DraftOption,
+    FramePlan,
+    InputRow,
+    PlannedRequest,
+    RequestError,
+    VideoInfo,
+    Wave,
+)
 from std_core.cost_model.account import AcceptanceCurve, ModelSize, chances, count_accepted_rejected
 from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
 from std_core.types import Draft, Result
@@ -33,10 +41,12 @@ INFO = VideoInfo(
 def wave(draft: Draft | None, *prompts: str) -> Wave:
     plan = FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=900)
     requests = [
-        Planned(str(i), item=Item("v", prompt), info=INFO, plan=plan, context=1000)
+        PlannedRequest(
+            str(i), input_row=InputRow("v", prompt), info=INFO, frame_plan=plan, context=1000
+        )
         for i, prompt in enumerate(prompts)
     ]
-    return Wave(tuple(requests), 8, draft, (DraftOption(draft, 8, round_s=0.1),))
+    return Wave(tuple(requests), 8, draft, (DraftOption(draft, 8, row_round_s=0.1),))
 
 
 def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Result:
@@ -111,8 +121,8 @@ def test_too_few_rounds_and_errors_say_nothing() -> None:
 
 def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
     """A dense step of 20 ms, 5 ms for every drafted token: γ = 4 is 40 ms."""
-    way = DraftOption(DRAFT, 8, round_s=0.04, token_s=0.005)
-    some = replace(wave(DRAFT, "Describe."), why=(way,))
+    way = DraftOption(DRAFT, 8, row_round_s=0.04, row_draft_token_s=0.005)
+    some = replace(wave(DRAFT, "Describe."), options=(way,))
     for rounds, drafted in ((10, 40), (10, 0), (10, 17), (3, 30)):
         took = 2 * (rounds * 0.02 + drafted * 0.005)
         seen = History().observed(
@@ -181,7 +191,13 @@ def test_what_was_seen_changes_the_choice() -> None:
     infos = [replace(INFO, uri=str(i)) for i in range(8)]
     some = WaveSummary.of(
         [
-            Planned(i.uri, item=Item(i.uri, "Describe."), info=i, plan=plan, context=60_000)
+            PlannedRequest(
+                i.uri,
+                input_row=InputRow(i.uri, "Describe."),
+                info=i,
+                frame_plan=plan,
+                context=60_000,
+            )
             for i in infos
         ],
         setting,
@@ -195,4 +211,6 @@ def test_what_was_seen_changes_the_choice() -> None:
     slow = slow.observed(dense, [result(0, (9,), decode_s=0.9)])
     assert choose(some, profile, slow, setting, 0)[0].draft is None
     both = History().observed(dense, [result(0, (127,), decode_s=127)])  # as long as is usual
-    assert choose(some, profile, both, setting, 0)[0].gain == pytest.approx(before.gain, rel=0.01)
+    assert choose(some, profile, both, setting, 0)[0].speedup == pytest.approx(
+        before.speedup, rel=0.01
+    )

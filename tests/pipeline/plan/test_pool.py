@@ -12,12 +12,12 @@ from pipeline.plan import pool as pool_module
 from pipeline.plan.pool import Pool, fitting
 from pipeline.plan.settings import WaveConfig
 from pipeline.records import (
-    Failed,
-    Found,
+    FailedRequest,
     FramePlan,
-    Item,
-    Pending,
-    Planned,
+    InputRow,
+    PendingRequest,
+    PlannedRequest,
+    ProbedRequest,
     RequestError,
     UsageError,
     VideoInfo,
@@ -58,7 +58,9 @@ PROFILE = Profile(
 HUGE = 10_000_000  # tokens that no device holds
 
 
-def request(number: int, context: int = 4000, video: int | None = None, frames: int = 1) -> Planned:
+def request(
+    number: int, context: int = 4000, video: int | None = None, frames: int = 1
+) -> PlannedRequest:
     uri = f"v{number if video is None else video}.mp4"
     info = VideoInfo(
         uri,
@@ -76,19 +78,26 @@ def request(number: int, context: int = 4000, video: int | None = None, frames: 
         rotation=0,
     )
     plan = FramePlan(tuple(map(float, range(frames))), height=56, width=56, fps=1.0, tokens=context)
-    return Planned(str(number), item=Item(uri, "Describe."), info=info, plan=plan, context=context)
+    return PlannedRequest(
+        str(number),
+        input_row=InputRow(uri, "Describe."),
+        info=info,
+        frame_plan=plan,
+        context=context,
+    )
 
 
-def failure(number: int) -> Failed:
-    return Failed(
-        Pending(str(number), Item("w.mp4", "?")), RequestError("not_found", "w.mp4 is not there")
+def failure(number: int) -> FailedRequest:
+    return FailedRequest(
+        PendingRequest(str(number), InputRow("w.mp4", "?")),
+        RequestError("not_found", "w.mp4 is not there"),
     )
 
 
 class Made:
     """`Prefetcher` whose thread is the test: what was made so far can be taken."""
 
-    def __init__(self, batches: list[list[Found]], ready: int | None = None):
+    def __init__(self, batches: list[list[ProbedRequest]], ready: int | None = None):
         self.batches = deque(batches)
         self.ready = len(batches) if ready is None else ready
 
@@ -96,7 +105,7 @@ class Made:
     def closed(self) -> bool:
         return not self.batches
 
-    def take(self, seconds: float = 0.0) -> list[Found] | None:
+    def take(self, seconds: float = 0.0) -> list[ProbedRequest] | None:
         if not self.ready or not self.batches:
             return None
         self.ready -= 1
@@ -110,7 +119,7 @@ class Seen:
         self.made = made
         self.failed = []
         self.waves = []
-        self.failed: list[Failed] = []
+        self.failed: list[FailedRequest] = []
         self.waves: list[Wave] = []
         profile_on: Any = lambda device: replace(PROFILE, device=device)
         self.pool = Pool(
@@ -190,7 +199,7 @@ def test_no_more_frames_are_pooled_than_so_many(monkeypatch: pytest.MonkeyPatch)
     made = Made([[request(i, frames=8)] for i in range(30)])
     seen = Seen(made)
     wave = seen.pool.take(hungry=False)
-    assert wave is not None and sum(len(r.plan.times) for r in wave.requests) <= 20 + 8
+    assert wave is not None and sum(len(r.frame_plan.times) for r in wave.requests) <= 20 + 8
     assert len(made.batches) >= 26
     while not seen.pool.closed:
         seen.pool.take(hungry=False)
@@ -199,7 +208,7 @@ def test_no_more_frames_are_pooled_than_so_many(monkeypatch: pytest.MonkeyPatch)
 
 def test_where_nothing_fits_it_is_said_what_would_help() -> None:
     """Before an engine is asked for, if all headers are read by then."""
-    listed: list[list[Found]] = [[request(0, HUGE), failure(1)], [request(2, HUGE)]]
+    listed: list[list[ProbedRequest]] = [[request(0, HUGE), failure(1)], [request(2, HUGE)]]
     with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
         Seen(Made(listed))
     made = Made(listed, ready=1)
@@ -211,7 +220,7 @@ def test_where_nothing_fits_it_is_said_what_would_help() -> None:
     with pytest.raises(UsageError, match="would help"):
         list(fitting([request(0, HUGE)], PROFILE, WaveConfig(4)))
     found = list(fitting([request(0, HUGE), request(1)], PROFILE, WaveConfig(4)))
-    assert [type(one) for one in found] == [Failed, Planned]
+    assert [type(one) for one in found] == [FailedRequest, PlannedRequest]
 
 
 def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:

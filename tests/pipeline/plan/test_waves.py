@@ -13,7 +13,15 @@ from pipeline.plan.choose import GAIN, GAMMAS, LEVELS, MEMORY, Steps, choose
 from pipeline.plan.history import EVERY
 from pipeline.plan.settings import WaveSummary
 from pipeline.plan.waves import HALF, LIKE, WAVE, History, WaveConfig, cut, misfit, plan
-from pipeline.records import DraftOption, FramePlan, Item, Planned, UsageError, VideoInfo, Wave
+from pipeline.records import (
+    DraftOption,
+    FramePlan,
+    InputRow,
+    PlannedRequest,
+    UsageError,
+    VideoInfo,
+    Wave,
+)
 from std_core.cost_model.account import ModelSize, tokens_per_round
 from std_core.cost_model.memory import LongestRequest, terms, total
 from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
@@ -47,7 +55,7 @@ PROFILE = Profile(
 )
 
 
-def request(number: int, video: int, context: int, visual: int | None = None) -> Planned:
+def request(number: int, video: int, context: int, visual: int | None = None) -> PlannedRequest:
     uri = f"v{video}.mp4"
     info = VideoInfo(
         uri,
@@ -65,16 +73,16 @@ def request(number: int, video: int, context: int, visual: int | None = None) ->
         rotation=0,
     )
     tokens = context if visual is None else visual
-    return Planned(
+    return PlannedRequest(
         str(number),
-        item=Item(uri, "Describe."),
+        input_row=InputRow(uri, "Describe."),
         info=info,
-        plan=FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=tokens),
+        frame_plan=FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=tokens),
         context=context,
     )
 
 
-def ids(requests: tuple[Planned, ...]) -> Counter[str]:
+def ids(requests: tuple[PlannedRequest, ...]) -> Counter[str]:
     return Counter(r.request_id for r in requests)
 
 
@@ -92,7 +100,7 @@ pools = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5000)), max_size=4
 
 @settings(deadline=None)
 @given(pools, st.integers(1, 8))
-def test_every_request_is_in_one_wave(pool: tuple[Planned, ...], slots: int) -> None:
+def test_every_request_is_in_one_wave(pool: tuple[PlannedRequest, ...], slots: int) -> None:
     waves = list(cut(pool, lambda _: slots))
     assert Counter(r.request_id for wave in waves for r in wave) == ids(pool)
     assert all(waves)
@@ -101,7 +109,7 @@ def test_every_request_is_in_one_wave(pool: tuple[Planned, ...], slots: int) -> 
 @settings(deadline=None)
 @given(pools, st.integers(1, 8))
 def test_questions_on_a_video_lie_side_by_side_in_one_wave(
-    pool: tuple[Planned, ...], slots: int
+    pool: tuple[PlannedRequest, ...], slots: int
 ) -> None:
     in_order = [(w, r.info.uri) for w, wave in enumerate(cut(pool, lambda _: slots)) for r in wave]
     runs = [pair for i, pair in enumerate(in_order) if i == 0 or in_order[i - 1] != pair]
@@ -110,7 +118,7 @@ def test_questions_on_a_video_lie_side_by_side_in_one_wave(
 
 @settings(deadline=None)
 @given(pools, st.integers(1, 8))
-def test_waves_are_full_and_alike(pool: tuple[Planned, ...], slots: int) -> None:
+def test_waves_are_full_and_alike(pool: tuple[PlannedRequest, ...], slots: int) -> None:
     for wave, following in pairwise(cut(pool, lambda _: slots)):
         assert len(wave) <= WAVE * slots or len({r.info.uri for r in wave}) == 1
         first = [r for r in following if r.info.uri == following[0].info.uri]
@@ -128,7 +136,7 @@ def test_longest_first_and_cut_where_contexts_change() -> None:
 @settings(deadline=None)
 @given(pools, st.integers(1, 4))
 def test_what_is_held_back_is_less_than_a_half_full_wave_of_like_contexts(
-    pool: tuple[Planned, ...], slots: int
+    pool: tuple[PlannedRequest, ...], slots: int
 ) -> None:
     waves = list(cut(pool, lambda _: slots, closed=False))
     for wave in waves:
@@ -153,10 +161,10 @@ calls = st.lists(st.tuples(pools, st.integers(0, 3)), min_size=1, max_size=4)
 @settings(deadline=None, max_examples=30)
 @given(calls, st.integers(1, 8), st.integers(1, 3))
 def test_over_any_calls_every_request_is_in_one_wave(
-    arriving: list[tuple[tuple[Planned, ...], int]], slots: int, engines: int
+    arriving: list[tuple[tuple[PlannedRequest, ...], int]], slots: int, engines: int
 ) -> None:
     setting = WaveConfig(slots, engines=engines)
-    pool: list[Planned] = []
+    pool: list[PlannedRequest] = []
     seen: Counter[str] = Counter()
     history = History()
     whole = 0
@@ -209,21 +217,22 @@ mixed = st.lists(
     st.sampled_from(["auto", None, Draft("std"), Draft("std", weights="int8")]),
 )
 def test_memory_is_never_exceeded(
-    pool: tuple[Planned, ...], memory: float, draft: Draft | None
+    pool: tuple[PlannedRequest, ...], memory: float, draft: Draft | None
 ) -> None:
     profile = replace(PROFILE, device=replace(A100, memory=memory))
     setting = WaveConfig(64, draft=draft)  # type: ignore[arg-type]
     assume(any(misfit(r, profile, setting) is None for r in pool))
     waves = plan(pool, profile, History(), 1000, True, setting)
     for wave in waves:
-        assert wave.max_num_seqs >= 1 and wave.why[0].slots == wave.max_num_seqs
+        assert wave.max_num_seqs >= 1 and wave.options[0].slots == wave.max_num_seqs
         visual, text = (
             max(n)
             for n in zip(
-                *((r.plan.tokens, r.context - r.plan.tokens) for r in wave.requests), strict=True
+                *((r.frame_plan.tokens, r.context - r.frame_plan.tokens) for r in wave.requests),
+                strict=True,
             )
         )
-        used = wave.setup.draft  # with the largest γ that any round has
+        used = wave.engine_config.draft  # with the largest γ that any round has
         needed = terms(
             LLAMA,
             LongestRequest(visual + text, visual, setting.max_tokens, draws="greedy"),
@@ -238,8 +247,8 @@ def test_memory_is_never_exceeded(
 def test_slots_are_as_many_as_fit() -> None:
     pool = tuple(request(i, i, 100_000) for i in range(100))
     (wave, *_) = plan(pool, PROFILE, History(), 1, True, WaveConfig(32, draft=None))
-    row = dict(wave.why[0].memory)["kv"] / wave.max_num_seqs
-    needed = total(dict(wave.why[0].memory))
+    row = dict(wave.options[0].memory)["kv"] / wave.max_num_seqs
+    needed = total(dict(wave.options[0].memory))
     assert 1 < wave.max_num_seqs < 32 and needed <= MEMORY * 80e9 < needed + 1.1 * row
 
 
@@ -262,7 +271,7 @@ def test_where_nothing_fits_the_plan_says_what_would_help() -> None:
 def test_a_named_draft_is_used_ungated_and_dense_is_dense() -> None:
     pool = (request(0, 0, 100),)
     named = plan(pool, PROFILE, History(), 1, True, WaveConfig(draft=Draft("random", gamma=7)))[0]
-    assert named.draft == Draft("random", gamma=7) and named.why[0].gain < 1
+    assert named.draft == Draft("random", gamma=7) and named.options[0].speedup < 1
     assert plan(pool, PROFILE, History(), 1, True, WaveConfig(draft=None))[0].draft is None
 
 
@@ -286,9 +295,11 @@ def test_a_draft_is_chosen_for_a_gain_only() -> None:
     short, long = (
         choose(mix([n] * 8, setting), only, History(), setting, 0) for n in (200, 60_000)
     )
-    assert short[0].draft is None and all(c.gain < GAIN for c in short[1:])
+    assert short[0].draft is None and all(c.speedup < GAIN for c in short[1:])
     assert (
-        long[0].draft is not None and long[0].gain >= GAIN and long[0].gain <= long[0].bound + 0.05
+        long[0].draft is not None
+        and long[0].speedup >= GAIN
+        and long[0].speedup <= long[0].speedup_bound + 0.05
     )
     one = choose(mix([2000], setting), PROFILE, History(), setting, 0)[
         0
@@ -308,7 +319,7 @@ def test_prefixes_that_rows_share_are_read_once_and_leave_less_to_save() -> None
     apart = [request(i, i, 30_000) for i in range(8)]
     shared = [request(i, 0, 30_000) for i in range(8)]
     gains = [
-        choose(WaveSummary.of(r, setting), PROFILE, History(), setting, 0)[0].gain
+        choose(WaveSummary.of(r, setting), PROFILE, History(), setting, 0)[0].speedup
         for r in (apart, shared)
     ]
     assert gains[1] < gains[0]
@@ -369,7 +380,9 @@ def test_the_choice_flips_at_the_latency_crossing(
         ways = choose(
             mix([context] * rows, WaveConfig(rows)), profile, History(), WaveConfig(rows), 0
         )
-        best = next(c for c in sorted(ways, key=lambda c: c.seconds) if c.draft is not None)
+        best = next(
+            c for c in sorted(ways, key=lambda c: c.seconds_per_request) if c.draft is not None
+        )
         assert best.draft is not None and best.draft.policy == expected.policy
 
 
@@ -394,7 +407,7 @@ def test_strict_bounds_gamma_and_widens_every_step() -> None:
         choose(mix([100], s), wide, History(), s, 0)[0]
         for s in (WaveConfig(draft=None), WaveConfig(draft=None, strict=4))
     ]
-    assert dense[1].round_s == pytest.approx(dense[0].round_s + 3.0)
+    assert dense[1].row_round_s == pytest.approx(dense[0].row_round_s + 3.0)
 
 
 def test_a_single_row_shares_its_prefix_with_nobody() -> None:
@@ -491,7 +504,9 @@ def test_no_pace_has_a_slower_gamma_than_another(
         seconds = (
             step.round(replace(tried, draft=replace(tried.draft, gamma=g)), strict)[0] / step.rows
         )
-        assert chosen.round_s + (g - chosen.draft.gamma) * chosen.token_s == pytest.approx(seconds)
+        assert chosen.row_round_s + (
+            g - chosen.draft.gamma
+        ) * chosen.row_draft_token_s == pytest.approx(seconds)
     for rows, found in enumerate(chosen.pace.gammas, 1):
         step = Steps(profile, some, rows, 64.0)  # half of a usual caption's 128 tokens
         times = {
@@ -537,8 +552,10 @@ def test_a_pace_has_what_the_slots_have_room_for() -> None:
 
     wide = planned(60e9)
     assert wide.draft is not None and wide.pace is not None and wide.draft.gamma < wide.pace.most
-    assert wide.setup.draft == replace(wide.draft, gamma=wide.pace.most)
-    assert dict(wide.why[0].memory) == terms(LLAMA, load, wide.max_num_seqs, wide.setup.draft)
+    assert wide.engine_config.draft == replace(wide.draft, gamma=wide.pace.most)
+    assert dict(wide.options[0].memory) == terms(
+        LLAMA, load, wide.max_num_seqs, wide.engine_config.draft
+    )
     needed = total(terms(LLAMA, load, wide.max_num_seqs, wide.draft))
     tight = planned((needed + 1) / MEMORY)
     assert (tight.max_num_seqs, tight.draft) == (wide.max_num_seqs, wide.draft)
@@ -549,7 +566,7 @@ def test_a_named_draft_keeps_its_gamma_and_one_that_is_explored_its_gate_open() 
     pool = (request(0, 0, 60_000),)
     for draft in (Draft("std", gamma=7), None):
         (wave,) = plan(pool, PROFILE, History(), 1, True, WaveConfig(draft=draft))
-        assert wave.pace is None and wave.setup.draft == draft
+        assert wave.pace is None and wave.engine_config.draft == draft
     bare = plan(pool, replace(PROFILE, drafts=()), History(), 1, True, WaveConfig())[0]
     assert bare.pace is None
     setting = WaveConfig()
@@ -578,4 +595,4 @@ def test_setups_of_one_draft_are_alike_whatever_their_pace() -> None:
     pool = tuple(request(i, i, 60_000 - 400 * i) for i in range(60))
     waves = plan(pool, PROFILE, History(), 9, True, WaveConfig(2))
     assert len(waves) > 1 and len({wave.pace for wave in waves}) > 1
-    assert len({wave.setup for wave in waves}) == 1
+    assert len({wave.engine_config for wave in waves}) == 1

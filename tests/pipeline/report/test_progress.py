@@ -11,7 +11,15 @@ import pytest
 from rich.console import Console
 
 from pipeline.driver.replica import RunSnapshot
-from pipeline.records import FramePlan, Item, Planned, RequestError, RunError, VideoInfo, Wave
+from pipeline.records import (
+    FramePlan,
+    InputRow,
+    PlannedRequest,
+    RequestError,
+    RunError,
+    VideoInfo,
+    Wave,
+)
 from pipeline.report.monitor import (
     RunMonitor,
     duration,
@@ -40,8 +48,10 @@ INFO = VideoInfo(
 PLAN = FramePlan((0.0,), height=64, width=64, fps=1.0, tokens=16)
 
 
-def planned(name: str, context: int = 100) -> Planned:
-    return Planned(name, item=Item("v.mp4", "what?"), info=INFO, plan=PLAN, context=context)
+def planned(name: str, context: int = 100) -> PlannedRequest:
+    return PlannedRequest(
+        name, input_row=InputRow("v.mp4", "what?"), info=INFO, frame_plan=PLAN, context=context
+    )
 
 
 def row(name: str, **values: Any) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from pipeline.records import (
     FrameOptions,
     FramePlan,
     Frames,
-    Item,
-    Pending,
-    Planned,
+    InputRow,
+    PendingRequest,
+    PlannedRequest,
     RequestError,
     UsageError,
     VideoInfo,
@@ -67,13 +67,13 @@ def video(seconds: float = 100.0, fps: float = 10.0, uri: str = "/v.mp4") -> Vid
 
 def planned(
     info: VideoInfo, window: tuple[float, float] | None, name: str = "", context: int = 10
-) -> Planned:
+) -> PlannedRequest:
     plan = plan_frames(info, FrameOptions(), GEOMETRY, window)
-    return Planned(
+    return PlannedRequest(
         name or f"{window}",
-        item=Item(info.uri, "?"),
+        input_row=InputRow(info.uri, "?"),
         info=info,
-        plan=plan,
+        frame_plan=plan,
         context=context,
         window=window,
     )
@@ -134,9 +134,9 @@ def test_windows_without_overlap_share_no_frame_and_miss_none(
 
 
 def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) -> None:
-    item = Item(str(clips / "v.mp4"), "a")
+    item = InputRow(str(clips / "v.mp4"), "a")
 
-    def pending(job: Job) -> list[Pending]:
+    def pending(job: Job) -> list[PendingRequest]:
         return list(
             Requests([item, replace(item, prompt="b")], job, "r", set()).without_row(frozenset())
         )
@@ -156,9 +156,9 @@ def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window
 ) -> None:
     bad = clips / "later.mp4"
 
-    def first() -> Pending:
+    def first() -> PendingRequest:
         found = list(
-            Requests([Item(str(bad), "a")], Job(window_seconds=2.0), "r", set()).without_row(
+            Requests([InputRow(str(bad), "a")], Job(window_seconds=2.0), "r", set()).without_row(
                 frozenset()
             )
         )
@@ -206,7 +206,7 @@ def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
     twice = [halves[0], replace(halves[0], request_id="again"), halves[1]]
     [span] = spans(twice)
     assert (len(span.requests), span.plan.windows) == (3, 2)
-    assert span.plan.times == (*halves[0].plan.times, *halves[1].plan.times)
+    assert span.plan.times == (*halves[0].frame_plan.times, *halves[1].frame_plan.times)
 
 
 def test_waves_hold_windows_in_order() -> None:
@@ -272,7 +272,7 @@ def test_damage_is_the_windows_that_it_hits() -> None:
         frames_lost=2,
         rotation=0,
         decoder="pyav",
-        shows=(0, 1, 2, -1, -1),
+        frame_indices=(0, 1, 2, -1, -1),
     )
     first, second, third = (part(frames, whole, plan) for plan in plans)
     assert isinstance(first[0], Frames) and (first[0].frames_lost, first[1]) == (0, (0, 1))

@@ -1,34 +1,40 @@
-"""Dense attention with its log-sum-exp on a GPU, for prefill: PyTorch's own fused kernels, of which
-the public function keeps the log-sum-exp to itself.
+"""Dense attention with its log-sum-exp on a GPU, for prefill, by PyTorch's fused kernels.
 
-    flash(query, key, value, scale, causal) -> output, logsumexp
-    path(dtype) -> the kernel's name, for reports
+    flash_attention(query, key, value, scale, causal) -> Attention
+    kernel_name(dtype) -> name of the kernel, for reports
 
-query: (1, heads, T, d); key, value: (1, heads, n, d); as many heads.
+`torch.nn.functional.scaled_dot_product_attention` calls the same kernels but does not return the
+log-sum-exp, so the operators below it are called here.
 """
 
 from __future__ import annotations
 
 import torch
 
-
-def path(dtype: torch.dtype) -> str:
-    """FlashAttention takes 16-bit numbers only."""
-    return (
-        "efficient attention (PyTorch)" if dtype == torch.float32 else "FlashAttention-2 (PyTorch)"
-    )
+from std_core.kernels.shared.segments import Attention
 
 
-def flash(
+def kernel_name(dtype: torch.dtype) -> str:
+    """Name of the kernel for a dtype. FlashAttention accepts 16-bit dtypes only."""
+    if dtype == torch.float32:
+        return "efficient attention (PyTorch)"
+    return "FlashAttention-2 (PyTorch)"
+
+
+def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(1, heads, T, d), and (1, heads, T) float32."""
+) -> Attention:
+    """Attention of query (1, heads, T, d) to key and value, both (1, heads, n, d).
+
+    Returns:
+        Output (1, heads, T, d); log-sum-exp (1, heads, T), float32.
+    """
     if query.dtype == torch.float32:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, causal, scale=scale
         )
-        return out, lse[..., : query.shape[2]]  # padded to whole tiles
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        return Attention(output, logsumexp[..., : query.shape[2]])  # T is padded to whole tiles
+    output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, 0.0, causal, scale=scale
     )
-    return out, lse
+    return Attention(output, logsumexp)

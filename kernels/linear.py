@@ -1,69 +1,45 @@
-"""Projections and norms of a few rows, whose cost is reading the weights.
+"""Projections and RMS norms for a few rows, where the cost is reading the weights.
 
     linear(x, weight, bias) -> x Wᵀ + b
-    gated(x, gate, up) -> silu(x Gᵀ) · (x Uᵀ)
+    swiglu(x, gate, up) -> silu(x Gᵀ) · (x Uᵀ)
     rms_norm(x, weight, eps) -> x / sqrt(mean(x²) + eps) · weight
 
-x: (…, in); weight, gate, up: (out, in); y: (…, out). The C++ versions sum over the input channels
-in the same order whatever the other rows are: a row's result is the same bit for bit in any company
-of at most `FEW` rows."""
+x: (…, in); weight, gate and up: (out, in); result: (…, out).
+
+The C++ versions sum over the input channels in an order that does not depend on the other rows: the
+result of a row is bitwise the same in any batch of at most `MAX_ROWS` rows.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from std_core.kernels.cpu import loader
+from std_core.kernels.cpu import linear as cpu_linear
 
-FEW = 128  # rows from which on the products of a large matrix are faster
+MAX_ROWS = 128  # with more rows PyTorch's matrix products are faster
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return _product(x, weight, None, bias) if _few(x, weight) else F.linear(x, weight, bias)
+    """x Wᵀ + b."""
+    if _few_rows(x) and cpu_linear.supports(x, weight):
+        return cpu_linear.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
-def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return (
-        _product(x, gate, up, None)
-        if _few(x, gate, up)
-        else F.silu(F.linear(x, gate)) * F.linear(x, up)
-    )
+def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(x Gᵀ) · (x Uᵀ)."""
+    if _few_rows(x) and cpu_linear.supports(x, gate, up):
+        return cpu_linear.swiglu(x, gate, up)
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if not loader.serves("rms_norm", x) or weight.dtype != x.dtype:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    width = x.shape[-1]
-    loader.call(
-        "rms_norm",
-        x.dtype,
-        x.data_ptr(),
-        weight.data_ptr(),
-        y.data_ptr(),
-        x.numel() // width,
-        width,
-        eps,
-    )
-    return y
+    """x / sqrt(mean(x²) + eps) · weight, over the last dimension; weight: (in,)."""
+    if cpu_linear.supports_rms_norm(x, weight):
+        return cpu_linear.rms_norm(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _few(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether the C++ product takes these rows; it reads weights as they lie, row by row and of the
-    rows' own type."""
-    fits = x.numel() // x.shape[-1] <= FEW and x.shape[-1] % 2 == 0 and loader.serves("linear", x)
-    return fits and all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
-
-
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
-    x = x.contiguous()
-    out, width = weight.shape
-    y = x.new_empty(*x.shape[:-1], out)
-    tensors = (0 if t is None else t.data_ptr() for t in (x, weight, up, bias, y))
-    loader.call(
-        "linear", x.dtype, *tensors, x.numel() // width, width, out, torch.get_num_threads()
-    )
-    return y
+def _few_rows(x: torch.Tensor) -> bool:
+    return x.numel() // x.shape[-1] <= MAX_ROWS

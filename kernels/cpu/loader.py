@@ -1,12 +1,15 @@
-"""The CPU kernels in C++, built by the machine's own compiler on first use.
+"""Build and load the C++ kernels.
 
-    serves(name, tensor) -> whether there is a kernel for the tensor
-    call(name, dtype, *arguments)
+    supports(name, tensor) -> whether a kernel exists for the tensor's device and dtype
+    call(name, dtype, **arguments)
 
-Without AVX-512, without a compiler, or with STD_CAPTION_CPU_KERNELS=0 there is none, and PyTorch's
-operations serve. What is built lies in the user's cache folder under a hash of its sources,
-compiler and instruction set. Its threads are PyTorch's: it is linked to no OpenMP runtime of its
-own, so it finds the one that PyTorch has brought (two of them would stall each other)."""
+The machine's own compiler builds the kernels on first use. The library lies in the user's cache
+folder, named by a hash of its sources, compiler and instruction set. Without AVX-512, without a
+compiler, or with STD_CAPTION_CPU_KERNELS=0 there are no kernels, and PyTorch's operations are used.
+
+The library is not linked to an OpenMP runtime: it uses the one that PyTorch has loaded. Two
+runtimes in one process would slow each other down.
+"""
 
 from __future__ import annotations
 
@@ -17,109 +20,154 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 SOURCES = ("attention.cpp", "linear.cpp", "draft_linear.cpp", "gumbel_noise.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=off", "-w")
-KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
-# of each kernel's arguments: p a tensor's address, l 64 bits, i 32 bits, f float
-SIGNATURES = {
-    "attend_rows": "ppp ll pp ll ppp iiiiii f pp i",
-    "attend_chunk": "pp iiiii f pp i",
-    "write_rows": "p lll p ll p iiii",
-    "linear": "ppppp iii i",
-    "rms_norm": "ppp ii f",
-    "int8": "pppppp iii i",
-    "int4": "pppppp iii i",
-    "sparse": "ppp iii f i",
-    "draw": "pppp p iii i",
+DTYPE_SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
+
+_C_TYPES: dict[str, Any] = {
+    "pointer": ctypes.c_void_p,
+    "int64": ctypes.c_int64,
+    "int": ctypes.c_int,
+    "float": ctypes.c_float,
 }
-TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 
 
-ADVICE, PAGE, LARGE = 14, 4096, 2 << 20  # Linux's MADV_HUGEPAGE; bytes
+def _signature(*declarations: str) -> dict[str, Any]:
+    """C types by argument name, in the kernel's order, from lines such as "pointer x y"."""
+    types = {}
+    for declaration in declarations:
+        type_name, *names = declaration.split()
+        types.update(dict.fromkeys(names, _C_TYPES[type_name]))
+    return types
 
 
-def large_pages(memory: torch.Tensor) -> torch.Tensor:
-    """The same, whose memory the system is asked to make of large pages when it is first written. A
-    request, which systems that have none or allow none leave aside."""
-    size = memory.untyped_storage().nbytes()
-    advise = _advise()
-    if advise is not None and size >= 2 * LARGE:
-        first = -(-memory.data_ptr() // PAGE) * PAGE
-        advise(ctypes.c_void_p(first), ctypes.c_size_t(memory.data_ptr() + size - first), ADVICE)
-    return memory
+_LOW_BIT_LINEAR = _signature(
+    "pointer x weight scale offset bias y", "int rows in_channels out_channels threads"
+)
+
+SIGNATURES: dict[str, dict[str, Any]] = {
+    "attend_rows": _signature(
+        "pointer query key value",
+        "int64 row_stride head_stride",
+        "pointer prefix_key prefix_value",
+        "int64 prefix_stride prefix_head_stride",
+        "pointer lengths prefix_of_row prefix_lengths",
+        "int rows heads kv_heads width dim prefixes",
+        "float scale",
+        "pointer output logsumexp",
+        "int threads",
+    ),
+    "attend_chunk": _signature(
+        "pointer query segments",
+        "int num_segments heads kv_heads width dim",
+        "float scale",
+        "pointer output logsumexp",
+        "int threads",
+    ),
+    "write_rows": _signature(
+        "pointer new",
+        "int64 row_stride head_stride token_stride",
+        "pointer cache",
+        "int64 cache_row_stride cache_head_stride",
+        "pointer lengths",
+        "int rows kv_heads width dim",
+    ),
+    "linear": _signature("pointer x weight up bias y", "int rows in_channels out_channels threads"),
+    "rms_norm": _signature("pointer x weight y", "int rows width", "float eps"),
+    "int8": _LOW_BIT_LINEAR,
+    "int4": _LOW_BIT_LINEAR,
+    "sparse": _signature(
+        "pointer x weight y", "int rows in_channels out_channels", "float threshold", "int threads"
+    ),
+    "draw": _signature(
+        "pointer scores seeds seeded positions tokens", "int rows width vocabulary threads"
+    ),
+}
+
+
+def supports(name: str, tensor: torch.Tensor) -> bool:
+    """Whether there is a C++ kernel of this name for the tensor's device and dtype."""
+    return tensor.device.type == "cpu" and (name, tensor.dtype) in _kernels()
+
+
+def call(name: str, dtype: torch.dtype, **arguments: float) -> None:
+    """Run a kernel. Tensors are passed as their `data_ptr()`, 0 for none.
+
+    Raises:
+        TypeError: an argument of the kernel's signature is missing.
+        ctypes.ArgumentError: an argument has the wrong type.
+    """
+    _kernels()[name, dtype](**arguments)
 
 
 @functools.cache
-def _advise() -> ctypes._NamedFuncPointer | None:
-    return getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-
-
-def serves(name: str, of: torch.Tensor) -> bool:
-    return of.device.type == "cpu" and (name, of.dtype) in _kernels()
-
-
-def call(name: str, dtype: torch.dtype, *arguments: int | float) -> None:
-    """Runs a kernel; tensors are given by their `data_ptr()`, 0 for none."""
-    _kernels()[name, dtype](*arguments)
-
-
-@functools.cache
-def _kernels() -> dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer]:
+def _kernels() -> dict[tuple[str, torch.dtype], Callable[..., None]]:
+    """The library's kernels by name and dtype; empty where it cannot be built."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    wanted = os.environ.get("STD_CAPTION_CPU_KERNELS", "1") != "0"
-    if not wanted or compiler is None or "AVX512" not in torch.backends.cpu.get_cpu_capability():
+    enabled = os.environ.get("STD_CAPTION_CPU_KERNELS", "1") != "0"
+    has_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    if not enabled or compiler is None or not has_avx512:
         return {}
     try:
-        built = _cache() / f"{_digest(compiler)}.so"
-        if not built.exists():
-            _build(compiler, built)
+        library = _cache_folder() / f"{_build_hash(compiler)}.so"
+        if not library.exists():
+            _build(compiler, library)
     except (OSError, subprocess.CalledProcessError) as error:
-        logger.warning("the CPU kernels could not be built, PyTorch's operations serve: %s", error)
+        logger.warning(
+            "cannot build the C++ kernels, PyTorch's operations are used instead: %s", error
+        )
         return {}
-    library = ctypes.CDLL(str(built))
-    found = {}
+    return _load(library)
+
+
+def _load(path: Path) -> dict[tuple[str, torch.dtype], Callable[..., None]]:
+    library = ctypes.CDLL(str(path))
+    kernels: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
     for name, signature in SIGNATURES.items():
-        for dtype, kind in KINDS.items():
-            if hasattr(library, f"{name}_{kind}"):  # without AVX512_BF16 there is none for bfloat16
-                found[name, dtype] = kernel = getattr(library, f"{name}_{kind}")
-                kernel.argtypes = [TYPES[c] for c in signature.replace(" ", "")]
-                kernel.restype = None
-    return found
+        prototype = ctypes.CFUNCTYPE(None, *signature.values())
+        parameters = tuple((1, argument) for argument in signature)  # 1: an input
+        for dtype, suffix in DTYPE_SUFFIXES.items():
+            symbol = f"{name}_{suffix}"
+            if hasattr(library, symbol):  # bfloat16 kernels need AVX512_BF16
+                kernels[name, dtype] = prototype((symbol, library), parameters)
+    return kernels
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "std-caption"
 
 
-def _digest(compiler: str) -> str:
-    hashed = hashlib.sha256(repr((compiler, FLAGS)).encode())
+def _build_hash(compiler: str) -> str:
+    """Hash of everything that the library depends on."""
+    digest = hashlib.sha256(repr((compiler, FLAGS)).encode())
     for name in ("common.h", *SOURCES):
-        hashed.update((HERE / name).read_bytes())
-    hashed.update(
-        subprocess.run(
-            [compiler, *FLAGS, "-Q", "--help=target"], capture_output=True, check=True
-        ).stdout
-    )
-    return hashed.hexdigest()[:16]
+        digest.update((FOLDER / name).read_bytes())
+    command = [compiler, *FLAGS, "-Q", "--help=target"]  # what -march=native means here
+    digest.update(subprocess.run(command, capture_output=True, check=True).stdout)
+    return digest.hexdigest()[:16]
 
 
-def _build(compiler: str, built: Path) -> None:
-    """Compiles beside the final place and moves there at once, so that engines which start together
-    don't disturb one another."""
-    built.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+def _build(compiler: str, library: Path) -> None:
+    """Compile in a temporary folder and move the result into place.
+
+    The move is atomic, so that engines which start at the same time do not disturb one another.
+    """
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         objects = [f"{folder}/{name}.o" for name in SOURCES]
-        for name, made in zip(SOURCES, objects, strict=True):
-            subprocess.run([compiler, *FLAGS, "-c", str(HERE / name), "-o", made], check=True)
-        subprocess.run([compiler, "-shared", "-o", f"{folder}/all.so", *objects], check=True)
-        os.replace(f"{folder}/all.so", built)
+        for name, target in zip(SOURCES, objects, strict=True):
+            subprocess.run([compiler, *FLAGS, "-c", str(FOLDER / name), "-o", target], check=True)
+        linked = f"{folder}/kernels.so"
+        subprocess.run([compiler, "-shared", "-o", linked, *objects], check=True)
+        os.replace(linked, library)

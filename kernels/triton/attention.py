@@ -1,21 +1,21 @@
-"""`attend_rows` on a GPU: split-KV attention whose tile packs the query heads of a KV head, the T
-tokens of a row and, under a prefix, the rows that share it.
+"""`attend_rows` in Triton: split-KV attention with packed query heads.
 
-    attend_rows(query, own, lengths, prefix, groups, scale, fixed) -> output, logsumexp
-    attend_blocks(query, own, lengths, prefix, groups, scale, block) -> output, logsumexp, of each
-    block of the prefix
+A program computes one tile of packed queries over one split of one segment. The queries packed
+together are those that read the same keys: the query heads of a KV head, the T tokens of a row and,
+over a prefix, all rows that share it. A second kernel merges the splits of both segments by their
+log-sum-exps.
 
-Shapes are those of `attention.py`. Both segments write their partial results, one per split, into
-one buffer, which a second kernel merges by log-sum-exp. The grid covers the caches' capacity; what
-is used of them is read on the device, so no step waits for a length and every launch can be
-captured in a CUDA graph. Splits have a size either of the used length over their number, or
-(`fixed`, blocks) of so many entries from the segment's start, whatever is used.
+The grid covers the capacity of the caches, and the kernels read the used lengths on the device.
+Hence no launch waits for a length, and all of them can be captured in a CUDA graph. The size of a
+split is the used length divided by the number of splits or, with `fixed`, `SPLIT_SIZE` entries
+counted from the segment's start.
 
-With `fixed`, which operations a token's output goes through, and in which order, depends only on
-its own query and on the entries that it attends to: not on its slot, its index in the width, other
-rows, or the capacity of the caches. Its bits then are the same in every batch of this shape,
-provided that `tl.dot` computes each row of a tile in the same order. Tensor cores do. Triton's
-interpreter does not promise it: it calls the BLAS library."""
+With `fixed`, the operations that compute a token's output, and their order, depend only on its own
+query and on the entries it attends to: not on its slot, its position among the T tokens, other
+rows, or the capacity of the caches. Its bits are then the same in every batch of this shape,
+provided that `tl.dot` sums every row of a tile in the same order. Tensor cores do. Triton's
+interpreter does not guarantee it, since it calls the BLAS library.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ import torch
 import triton
 import triton.language as tl
 
-from std_core.kernels.attention import SPLIT, Groups, Segment
+from std_core.kernels.shared.constants import SPLIT_SIZE
+from std_core.kernels.shared.segments import Attention, PrefixGroups, Segment
 
-PROGRAMS = 512  # what keeps a GPU busy: two to four of them on each multiprocessor
-SMALLEST = 128  # entries of a split below which splitting costs more than it gives
+TARGET_PROGRAMS = 512  # programs that occupy a GPU: two to four per multiprocessor
+MIN_SPLIT_SIZE = 128  # with shorter splits the merge costs more than the parallelism gains
+LOG2_E = 1.4426950408889634  # the hardware's exponential is exp2
 
 
 def attend_rows(
@@ -36,320 +38,350 @@ def attend_rows(
     own: Segment,
     lengths: torch.Tensor,
     prefix: Segment | None,
-    groups: Groups | None,
+    groups: PrefixGroups | None,
     scale: float,
     fixed: bool = False,
-) -> Segment:
-    """See `attention.attend_rows`."""
-    return _attend(
-        query, own, lengths, prefix, groups=groups, scale=scale, step=SPLIT if fixed else 0
-    )[:2]
-
-
-def attend_blocks(
-    query: torch.Tensor,
-    own: Segment,
-    lengths: torch.Tensor,
-    prefix: Segment,
-    groups: Groups,
-    scale: float,
-    block: int = SPLIT,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `attend_rows`, and the log-sum-exp of each `block` entries of the row's prefix, (B, query
-    heads, T, blocks), -inf where a row has none: what a selection that is made again needs, without
-    a second pass over the keys.
-
-    block: a multiple of 64.
-    """
-    return _attend(query, own, lengths, prefix, groups=groups, scale=scale, step=block)
+) -> Attention:
+    """See `std_core.kernels.attention.attend_rows`."""
+    rows, heads, width, _ = query.shape
+    queries = heads // own.key.shape[1] * width
+    split_size = SPLIT_SIZE if fixed else 0
+    launches = [
+        _plan_launch(
+            own,
+            lengths,
+            groups=None,
+            count=rows,
+            active=rows,
+            queries=queries,
+            split_size=split_size,
+        )
+    ]
+    prefix_of_row = None
+    if prefix is not None and groups is not None and len(groups.members) > 0:
+        launches.append(
+            _plan_prefix_launch(prefix, groups, rows=rows, queries=queries, split_size=split_size)
+        )
+        prefix_of_row = groups.prefix_of_row
+    partials = _Partials.empty(query, num_splits=[launch.num_splits for launch in launches])
+    first_split = 0
+    for launch in launches:
+        launch.run(query, scale, partials, first_split)
+        first_split += launch.num_splits
+    return _merge(partials, prefix_of_row, query.dtype)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """How a launch cuts one segment."""
+class _Partials:
+    """Attention of every token and head over every split, own entries first; float32."""
 
-    tiles: int  # of the packed queries
-    splits: int
-    block_m: int
-    block_n: int
+    output: torch.Tensor  # (rows, query heads, T, splits, d), normalized within the split
+    logsumexp: torch.Tensor  # (rows, query heads, T, splits)
+    own_splits: int
 
     @classmethod
-    def of(cls, segment: Segment, busy: int, queries: int, step: int) -> _Part:
-        """busy: rows or prefixes that have something to attend to, at most; queries: packed ones of
-        each; step: entries of a split, 0 if the used length decides."""
-        exact = (
-            segment[0].dtype == torch.float32
-        )  # plain multiply-adds: a large tile would not fit the registers
-        block_m = min(max(16, triton.next_power_of_2(queries)), 32 if exact else 128)
-        tiles = triton.cdiv(queries, block_m)
-        _, heads, capacity, _ = segment[0].shape
-        if step:
-            splits = triton.cdiv(capacity, step)
-        else:
-            splits = min(PROGRAMS // (busy * heads * tiles), triton.cdiv(capacity, SMALLEST))
-        return cls(tiles, max(1, splits), block_m, 32 if exact else 64)
-
-
-def _attend(
-    query: torch.Tensor,
-    own: Segment,
-    lengths: torch.Tensor,
-    prefix: Segment | None,
-    groups: Groups | None,
-    scale: float,
-    step: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, heads, width, dim = query.shape
-    group = heads // own[0].shape[1]
-    shares = groups is not None and len(groups.members) > 0 and prefix is not None
-    parts = [_Part.of(own, rows, group * width, step)]
-    if shares:
-        assert prefix is not None and groups is not None
-        count, share = groups.members.shape
-        busy = min(
-            count, rows - share + 1
-        )  # some prefix has `share` rows: so many are left for others
-        parts.append(_Part.of(prefix, busy, share * group * width, step))
-    total = sum(part.splits for part in parts)
-    out = torch.empty(rows, heads, width, total, dim, dtype=torch.float32, device=query.device)
-    lse = torch.empty(rows, heads, width, total, dtype=torch.float32, device=query.device)
-    _launch(
-        query, own, lengths, None, scale=scale, step=step, part=parts[0], first=0, out=out, lse=lse
-    )
-    if shares:
-        assert prefix is not None and groups is not None
-        _launch(
-            query,
-            prefix,
-            groups.lengths,
-            groups,
-            scale=scale,
-            step=step,
-            part=parts[1],
-            first=parts[0].splits,
-            out=out,
-            lse=lse,
+    def empty(cls, query: torch.Tensor, num_splits: list[int]) -> _Partials:
+        rows, heads, width, dim = query.shape
+        shape = (rows, heads, width, sum(num_splits))
+        return cls(
+            output=torch.empty(*shape, dim, dtype=torch.float32, device=query.device),
+            logsumexp=torch.empty(shape, dtype=torch.float32, device=query.device),
+            own_splits=num_splits[0],
         )
-    merged = _merge(
-        out,
-        lse,
-        groups.prefix if shares and groups is not None else None,
-        parts[0].splits,
-        dtype=query.dtype,
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """How one segment is divided into tiles and splits."""
+
+    segment: Segment
+    lengths: torch.Tensor  # (rows or prefixes,)
+    groups: PrefixGroups | None  # None for the rows' own entries
+    count: int  # rows or prefixes; the store may hold more prefixes than are in use
+    num_tiles: int  # of the packed queries
+    num_splits: int
+    split_size: int  # entries; 0: used length / num_splits
+    block_m: int  # queries of a tile
+    block_n: int  # entries of a step
+
+    def run(self, query: torch.Tensor, scale: float, partials: _Partials, first_split: int) -> None:
+        """Write the partial results of this segment's splits."""
+        key, value = (_dense_last_dim(x) for x in self.segment)
+        query = _dense_last_dim(query)
+        _, heads, width, dim = query.shape
+        kv_heads = key.shape[1]
+        groups = self.groups
+        # without groups these three pointers are not read
+        members = groups.members if groups is not None else self.lengths
+        prefix_of_row = groups.prefix_of_row if groups is not None else self.lengths
+        index_in_group = groups.index_in_group if groups is not None else self.lengths
+        _attend_split[(self.num_tiles * self.num_splits, kv_heads, self.count)](
+            q_ptr=query,
+            k_ptr=key,
+            v_ptr=value,
+            lengths_ptr=self.lengths,
+            members_ptr=members,
+            prefix_of_row_ptr=prefix_of_row,
+            index_in_group_ptr=index_in_group,
+            out_ptr=partials.output,
+            lse_ptr=partials.logsumexp,
+            qk_scale=scale * LOG2_E,
+            stride_qb=query.stride(0),
+            stride_qh=query.stride(1),
+            stride_qt=query.stride(2),
+            stride_kb=key.stride(0),
+            stride_kh=key.stride(1),
+            stride_kn=key.stride(2),
+            stride_vb=value.stride(0),
+            stride_vh=value.stride(1),
+            stride_vn=value.stride(2),
+            num_splits=self.num_splits,
+            first_split=first_split,
+            total_splits=partials.logsumexp.shape[-1],
+            WIDTH=width,
+            HEADS_PER_KV=heads // kv_heads,
+            ROWS_PER_PREFIX=groups.members.shape[1] if groups is not None else 0,
+            HEAD_DIM=dim,
+            SPLIT_SIZE=self.split_size,
+            NUM_TILES=self.num_tiles,
+            BLOCK_M=self.block_m,
+            BLOCK_N=self.block_n,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)),
+            num_warps=8 if self.block_m == 128 else 4,
+            num_stages=2,
+        )
+
+
+def _plan_prefix_launch(
+    prefix: Segment, groups: PrefixGroups, rows: int, queries: int, split_size: int
+) -> _Launch:
+    prefixes, rows_per_prefix = groups.members.shape
+    return _plan_launch(
+        prefix,
+        groups.prefix_lengths,
+        groups=groups,
+        count=prefixes,
+        # one prefix has `rows_per_prefix` rows, so the other rows use at most one prefix each
+        active=min(prefixes, rows - rows_per_prefix + 1),
+        queries=rows_per_prefix * queries,
+        split_size=split_size,
     )
-    blocks = lse[..., parts[0].splits :]
-    if shares and groups is not None:  # nobody wrote what belongs to rows without a prefix
-        blocks = blocks.masked_fill((groups.prefix < 0)[:, None, None, None], float("-inf"))
-    return *merged, blocks
 
 
-def _launch(
-    query: torch.Tensor,
+def _plan_launch(
     segment: Segment,
     lengths: torch.Tensor,
-    groups: Groups | None,
-    scale: float,
-    step: int,
-    part: _Part,
-    first: int,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """One segment's splits, from place `first` of the partial results on; groups: if it is the
-    prefixes'."""
-    key, value = (_last_dense(x) for x in segment)
-    query = _last_dense(query)
-    _, heads, width, dim = query.shape
-    rows_of = (
-        (groups.members, groups.prefix, groups.rank)
-        if groups is not None
-        else (lengths, lengths, lengths)
-    )
-    count = (
-        len(groups.members) if groups is not None else len(query)
-    )  # the store may hold more prefixes
-    kv_heads = key.shape[1]
-    _attend_split[(part.tiles * part.splits, kv_heads, count)](
-        query,
-        key,
-        value,
-        lengths,
-        *rows_of,
-        out,
-        lse,
-        scale * 1.4426950408889634,  # powers of two are what the hardware has
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        part.splits,
-        first,
-        lse.shape[-1],
-        WIDTH=width,
-        GROUP=heads // kv_heads,
-        SHARE=groups.members.shape[1] if groups is not None else 0,
-        DIM=dim,
-        STEP=step,
-        TILES=part.tiles,
-        BLOCK_M=part.block_m,
-        BLOCK_N=part.block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        num_warps=8 if part.block_m == 128 else 4,
-        num_stages=2,
+    groups: PrefixGroups | None,
+    count: int,
+    active: int,
+    queries: int,
+    split_size: int,
+) -> _Launch:
+    """Choose tiles and splits of a segment.
+
+    Args:
+        segment: keys and values.
+        lengths: entries in use.
+        groups: for prefixes.
+        count: rows or prefixes in the grid.
+        active: at most so many of them have entries to attend to.
+        queries: packed queries of each.
+        split_size: entries of a split; 0: derived from the used length.
+    """
+    # float32 products are plain multiply-adds, and a larger tile would not fit the registers
+    float32 = segment.key.dtype == torch.float32
+    block_m = min(max(16, triton.next_power_of_2(queries)), 32 if float32 else 128)
+    num_tiles = triton.cdiv(queries, block_m)
+    _, kv_heads, capacity, _ = segment.key.shape
+    if split_size:
+        num_splits = triton.cdiv(capacity, split_size)
+    else:
+        by_programs = TARGET_PROGRAMS // (active * kv_heads * num_tiles)
+        num_splits = min(by_programs, triton.cdiv(capacity, MIN_SPLIT_SIZE))
+    return _Launch(
+        segment=segment,
+        lengths=lengths,
+        groups=groups,
+        count=count,
+        num_tiles=num_tiles,
+        num_splits=max(1, num_splits),
+        split_size=split_size,
+        block_m=block_m,
+        block_n=32 if float32 else 64,
     )
 
 
-def _last_dense(x: torch.Tensor) -> torch.Tensor:
+def _dense_last_dim(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _merge(
-    part: torch.Tensor, lse: torch.Tensor, prefix: torch.Tensor | None, own: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, heads, width, total, dim = part.shape
-    out = torch.empty(rows, heads, width, dim, dtype=dtype, device=part.device)
-    whole = torch.empty(rows, heads, width, dtype=torch.float32, device=part.device)
+    partials: _Partials, prefix_of_row: torch.Tensor | None, dtype: torch.dtype
+) -> Attention:
+    rows, heads, width, total_splits, dim = partials.output.shape
+    device = partials.output.device
+    output = torch.empty(rows, heads, width, dim, dtype=dtype, device=device)
+    logsumexp = torch.empty(rows, heads, width, dtype=torch.float32, device=device)
     _merge_splits[(rows * heads * width,)](
-        part,
-        lse,
-        prefix if prefix is not None else lse,
-        out,
-        whole,
-        own,
-        total,
-        PER_ROW=heads * width,
-        SHARED=prefix is not None,
-        DIM=dim,
+        part_ptr=partials.output,
+        part_lse_ptr=partials.logsumexp,
+        prefix_of_row_ptr=partials.logsumexp if prefix_of_row is None else prefix_of_row,
+        out_ptr=output,
+        lse_ptr=logsumexp,
+        own_splits=partials.own_splits,
+        total_splits=total_splits,
+        TOKENS_PER_ROW=heads * width,
+        HAS_PREFIX=prefix_of_row is not None,
+        HEAD_DIM=dim,
         BLOCK_S=16,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         num_warps=4,
     )
-    return out, whole
+    return Attention(output, logsumexp)
 
 
-@triton.jit(do_not_specialize=["splits", "first", "total"])
+@triton.jit(do_not_specialize=["num_splits", "first_split", "total_splits"])
 def _attend_split(
-    query, key, value, lengths, members, prefix, rank, out, lse, scale,
-    q_row, q_head, q_token, k_row, k_head, k_entry, v_row, v_head, v_entry, splits, first, total,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
-    TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, members_ptr, prefix_of_row_ptr, index_in_group_ptr,
+    out_ptr, lse_ptr, qk_scale,
+    stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    num_splits, first_split, total_splits,
+    WIDTH: tl.constexpr, HEADS_PER_KV: tl.constexpr, ROWS_PER_PREFIX: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SPLIT_SIZE: tl.constexpr, NUM_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A tile of packed queries over one split of one segment. SHARE: rows at most under a prefix;
-    0: the rows' own."""
-    tile = tl.program_id(0) % TILES  # neighbours read the same keys
-    split = tl.program_id(0) // TILES
+    """Attention of a tile of packed queries to one split of one segment.
+
+    ROWS_PER_PREFIX is 0 for the rows' own entries. SPLIT_SIZE is 0 if the used length is divided
+    by the number of splits.
+    """
+    tile = tl.program_id(0) % NUM_TILES  # neighbouring programs read the same keys
+    split = tl.program_id(0) // NUM_TILES
     kv_head = tl.program_id(1)
-    n = tl.program_id(2)
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    token = m % WIDTH
-    head = kv_head * GROUP + (m % (GROUP * WIDTH)) // WIDTH
-    length = tl.load(lengths + n)
-    if SHARE > 0:
-        place = m // (GROUP * WIDTH)
-        row = tl.load(members + n * SHARE + place, mask=place < SHARE, other=0)
-        asks = (place < SHARE) & (tl.load(prefix + row) == n) & (tl.load(rank + row) == place)
+    segment = tl.program_id(2)
+    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    token = offs_m % WIDTH
+    head = kv_head * HEADS_PER_KV + (offs_m % (HEADS_PER_KV * WIDTH)) // WIDTH
+    length = tl.load(lengths_ptr + segment)
+    if ROWS_PER_PREFIX > 0:
+        index = offs_m // (HEADS_PER_KV * WIDTH)
+        valid_index = index < ROWS_PER_PREFIX
+        row = tl.load(members_ptr + segment * ROWS_PER_PREFIX + index, mask=valid_index, other=0)
+        # unoccupied slots of `members` hold row 0: check that the row is really assigned here
+        is_member = tl.load(prefix_of_row_ptr + row) == segment
+        valid_m = valid_index & is_member & (tl.load(index_in_group_ptr + row) == index)
         used = length
-        last = m * 0 + length - 1
+        last_visible = offs_m * 0 + length - 1
     else:
-        row = m * 0 + n
-        asks = m < GROUP * WIDTH
+        row = offs_m * 0 + segment
+        valid_m = offs_m < HEADS_PER_KV * WIDTH
         used = length + WIDTH
-        last = length + token
-    size = STEP
-    if STEP == 0:
-        size = ((used + splits - 1) // splits + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        last_visible = length + token
+    size = SPLIT_SIZE
+    if SPLIT_SIZE == 0:
+        size = ((used + num_splits - 1) // num_splits + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     begin = split * size
     end = tl.minimum(begin + size, used)
-    end = tl.where(tl.max(asks.to(tl.int32), 0) > 0, end, begin)  # nobody asks: nothing is read
+    any_valid = tl.max(valid_m.to(tl.int32), 0) > 0
+    end = tl.where(any_valid, end, begin)  # a tile without queries reads no entry
 
     row = row.to(tl.int64)
-    q_at = (
-        query
-        + row[:, None] * q_row
-        + head[:, None] * q_head
-        + token[:, None] * q_token
-        + d[None, :]
+    q_ptrs = (
+        q_ptr
+        + row[:, None] * stride_qb
+        + head[:, None] * stride_qh
+        + token[:, None] * stride_qt
+        + offs_d[None, :]
     )
-    q = tl.load(q_at, mask=asks[:, None] & (d[None, :] < DIM), other=0.0)
-    k_at = key + n.to(tl.int64) * k_row + kv_head * k_head
-    v_at = value + n.to(tl.int64) * v_row + kv_head * v_head
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    weight = tl.full([BLOCK_M], 0.0, tl.float32)
-    taken = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-    for at in range(begin, end, BLOCK_N):
-        e = at + tl.arange(0, BLOCK_N)
-        inside = e < end
+    q = tl.load(q_ptrs, mask=valid_m[:, None] & (offs_d[None, :] < HEAD_DIM), other=0.0)
+    k_base = k_ptr + segment.to(tl.int64) * stride_kb + kv_head * stride_kh
+    v_base = v_ptr + segment.to(tl.int64) * stride_vb + kv_head * stride_vh
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    for start_n in range(begin, end, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        valid_n = offs_n < end
         k = tl.load(
-            k_at + e[None, :] * k_entry + d[:, None],
-            mask=inside[None, :] & (d[:, None] < DIM),
+            k_base + offs_n[None, :] * stride_kn + offs_d[:, None],
+            mask=valid_n[None, :] & (offs_d[:, None] < HEAD_DIM),
             other=0.0,
         )
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        scores = tl.where(inside[None, :] & (e[None, :] <= last[:, None]), scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
-        p = tl.exp2(scores - level[:, None])
-        shrink = tl.exp2(best - level)
-        weight = weight * shrink + tl.sum(p, 1)
+        scores = tl.dot(q, k, input_precision="ieee") * qk_scale
+        visible = valid_n[None, :] & (offs_n[None, :] <= last_visible[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # no entry was visible yet
+        p = tl.exp2(scores - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
         v = tl.load(
-            v_at + e[:, None] * v_entry + d[None, :],
-            mask=inside[:, None] & (d[None, :] < DIM),
+            v_base + offs_n[:, None] * stride_vn + offs_d[None, :],
+            mask=valid_n[:, None] & (offs_d[None, :] < HEAD_DIM),
             other=0.0,
         )
-        taken = taken * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        best = higher
+        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        m_i = m_new
 
-    seen = weight > 0
-    whole = tl.where(seen, weight, 1.0)
-    to = ((row * tl.num_programs(1) * GROUP + head) * WIDTH + token) * total + first + split
+    nonempty = l_i > 0
+    l_safe = tl.where(nonempty, l_i, 1.0)
+    token_index = (row * tl.num_programs(1) * HEADS_PER_KV + head) * WIDTH + token
+    part = token_index * total_splits + first_split + split
+    lse = (m_i + tl.log2(l_safe)) * 0.6931471805599453  # ln 2
+    tl.store(lse_ptr + part, tl.where(nonempty, lse, float("-inf")), mask=valid_m)
     tl.store(
-        lse + to,
-        tl.where(seen, (best + tl.log2(whole)) * 0.6931471805599453, float("-inf")),
-        mask=asks,
-    )
-    keep = asks & seen
-    tl.store(
-        out + to[:, None] * DIM + d[None, :],
-        taken / whole[:, None],
-        mask=keep[:, None] & (d[None, :] < DIM),
+        out_ptr + part[:, None] * HEAD_DIM + offs_d[None, :],
+        acc / l_safe[:, None],
+        mask=(valid_m & nonempty)[:, None] & (offs_d[None, :] < HEAD_DIM),
     )
 
 
-@triton.jit(do_not_specialize=["own", "total"])
+@triton.jit(do_not_specialize=["own_splits", "total_splits"])
 def _merge_splits(
-    part, lse, prefix, out, whole, own, total,
-    PER_ROW: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    part_ptr, part_lse_ptr, prefix_of_row_ptr, out_ptr, lse_ptr, own_splits, total_splits,
+    TOKENS_PER_ROW: tl.constexpr, HAS_PREFIX: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """All splits of one token and head: `own` of its own segment, the others of its prefix. Each
-    segment is summed from its own start in blocks of BLOCK_S, so that splits behind what is used
-    change no bit."""
-    at = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
-    first = lse + at * total
-    end = total
-    if SHARED:
-        end = tl.where(tl.load(prefix + at // PER_ROW) >= 0, total, own)
-    best = float("-inf")
-    for i in range(0, end, BLOCK_S):
-        best = tl.maximum(
-            best, tl.max(tl.load(first + i + s, mask=i + s < end, other=float("-inf")), 0)
-        )
-    weight = 0.0
-    taken = tl.full([BLOCK_D], 0.0, tl.float32)
-    for i in range(0, own, BLOCK_S):
-        w = tl.exp(tl.load(first + i + s, mask=i + s < own, other=float("-inf")) - best)
-        rows = part + (at * total + i + s)[:, None] * DIM + d[None, :]
-        taken += tl.sum(
-            w[:, None] * tl.load(rows, mask=(w > 0)[:, None] & (d[None, :] < DIM), other=0.0), 0
-        )
-        weight += tl.sum(w, 0)
-    for i in range(own, end, BLOCK_S):
-        w = tl.exp(tl.load(first + i + s, mask=i + s < end, other=float("-inf")) - best)
-        rows = part + (at * total + i + s)[:, None] * DIM + d[None, :]
-        taken += tl.sum(
-            w[:, None] * tl.load(rows, mask=(w > 0)[:, None] & (d[None, :] < DIM), other=0.0), 0
-        )
-        weight += tl.sum(w, 0)
-    tl.store(out + at * DIM + d, taken / weight, mask=d < DIM)
-    tl.store(whole + at, best + tl.log(weight))
+    """Merge all splits of one token and head: first those of its own segment, then its prefix's.
+
+    Each segment is summed from its own start in blocks of BLOCK_S, so that splits behind the used
+    length change no bit of the result.
+    """
+    token_index = tl.program_id(0).to(tl.int64)
+    offs_s = tl.arange(0, BLOCK_S)
+    offs_d = tl.arange(0, BLOCK_D)
+    lse_base = part_lse_ptr + token_index * total_splits
+    end = total_splits
+    if HAS_PREFIX:
+        has_prefix = tl.load(prefix_of_row_ptr + token_index // TOKENS_PER_ROW) >= 0
+        end = tl.where(has_prefix, total_splits, own_splits)
+    m_i = float("-inf")
+    for start in range(0, end, BLOCK_S):
+        offs = start + offs_s
+        lse = tl.load(lse_base + offs, mask=offs < end, other=float("-inf"))
+        m_i = tl.maximum(m_i, tl.max(lse, 0))
+    l_i = 0.0
+    acc = tl.full([BLOCK_D], 0.0, tl.float32)
+    for start in range(0, own_splits, BLOCK_S):
+        offs = start + offs_s
+        lse = tl.load(lse_base + offs, mask=offs < own_splits, other=float("-inf"))
+        weight = tl.exp(lse - m_i)
+        part_ptrs = part_ptr + (token_index * total_splits + offs)[:, None] * HEAD_DIM
+        mask = (weight > 0)[:, None] & (offs_d[None, :] < HEAD_DIM)
+        part = tl.load(part_ptrs + offs_d[None, :], mask=mask, other=0.0)
+        acc += tl.sum(weight[:, None] * part, 0)
+        l_i += tl.sum(weight, 0)
+    for start in range(own_splits, end, BLOCK_S):
+        offs = start + offs_s
+        lse = tl.load(lse_base + offs, mask=offs < end, other=float("-inf"))
+        weight = tl.exp(lse - m_i)
+        part_ptrs = part_ptr + (token_index * total_splits + offs)[:, None] * HEAD_DIM
+        mask = (weight > 0)[:, None] & (offs_d[None, :] < HEAD_DIM)
+        part = tl.load(part_ptrs + offs_d[None, :], mask=mask, other=0.0)
+        acc += tl.sum(weight[:, None] * part, 0)
+        l_i += tl.sum(weight, 0)
+    tl.store(out_ptr + token_index * HEAD_DIM + offs_d, acc / l_i, mask=offs_d < HEAD_DIM)
+    tl.store(lse_ptr + token_index, m_i + tl.log(l_i))

@@ -1,10 +1,7 @@
-"""`attention_mass` on a GPU: the scores of text and visual tokens are summed as they are made,
-never stored.
+"""`attention_mass` in Triton: scores are summed as they are computed and never stored.
 
-    attention_mass(query, key, logsumexp, scale) -> mass
-
-Shapes are those of `mass.py`. A program owns a block of visual tokens of one KV head and walks over
-the packed queries."""
+A program owns a block of visual tokens of one KV head and iterates over the packed queries.
+"""
 
 from __future__ import annotations
 
@@ -16,60 +13,78 @@ import triton.language as tl
 def attention_mass(
     query: torch.Tensor, key: torch.Tensor, logsumexp: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """See `mass.attention_mass`."""
-    heads, text, dim = query.shape[-3:]
-    kv_heads, visual = key.shape[-3:-1]
-    asks, keys = (x.reshape(-1, *x.shape[-3:]) for x in (query, key))
-    seen = logsumexp.reshape(-1, heads, text).contiguous()
-    asks, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (asks, keys))
-    out = torch.empty(len(keys), kv_heads, visual, dtype=torch.float32, device=key.device)
-    exact = query.dtype == torch.float32
-    block_m, block_n = (32, 32) if exact else (64, 64)
-    _mass[(triton.cdiv(visual, block_n), kv_heads, len(keys))](
-        asks,
-        keys,
-        seen,
-        out,
-        scale,
-        *asks.stride()[:3],
-        *keys.stride()[:3],
-        text,
-        visual,
-        GROUP=heads // kv_heads,
-        DIM=dim,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+    """See `std_core.kernels.attention_mass.attention_mass`."""
+    heads, text_tokens, dim = query.shape[-3:]
+    kv_heads, visual_tokens = key.shape[-3:-1]
+    queries = _dense_last_dim(query.reshape(-1, *query.shape[-3:]))
+    keys = _dense_last_dim(key.reshape(-1, *key.shape[-3:]))
+    mass = torch.empty(len(keys), kv_heads, visual_tokens, dtype=torch.float32, device=key.device)
+    block = 32 if query.dtype == torch.float32 else 64
+    _mass[(triton.cdiv(visual_tokens, block), kv_heads, len(keys))](
+        q_ptr=queries,
+        k_ptr=keys,
+        lse_ptr=logsumexp.reshape(-1, heads, text_tokens).contiguous(),
+        out_ptr=mass,
+        qk_scale=scale,
+        stride_qb=queries.stride(0),
+        stride_qh=queries.stride(1),
+        stride_qt=queries.stride(2),
+        stride_kb=keys.stride(0),
+        stride_kh=keys.stride(1),
+        stride_kn=keys.stride(2),
+        text_tokens=text_tokens,
+        visual_tokens=visual_tokens,
+        HEADS_PER_KV=heads // kv_heads,
+        HEAD_DIM=dim,
+        BLOCK_M=block,
+        BLOCK_N=block,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         num_stages=2,
     )
-    return out.view(*key.shape[:-1])
+    return mass.view(*key.shape[:-1])
 
 
-@triton.jit(do_not_specialize=["text", "visual"])
+def _dense_last_dim(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit(do_not_specialize=["text_tokens", "visual_tokens"])
 def _mass(
-    query, key, logsumexp, out, scale, q_row, q_head, q_token, k_row, k_head, k_entry, text, visual,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_ptr, k_ptr, lse_ptr, out_ptr, qk_scale,
+    stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_kn,
+    text_tokens, visual_tokens,
+    HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    e = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     kv_head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    k_at = key + row * k_row + kv_head * k_head + e[None, :] * k_entry + d[:, None]
-    k = tl.load(k_at, mask=(e[None, :] < visual) & (d[:, None] < DIM), other=0.0)
+    offs_d = tl.arange(0, BLOCK_D)
+    k_base = k_ptr + row * stride_kb + kv_head * stride_kh
+    k = tl.load(
+        k_base + offs_n[None, :] * stride_kn + offs_d[:, None],
+        mask=(offs_n[None, :] < visual_tokens) & (offs_d[:, None] < HEAD_DIM),
+        other=0.0,
+    )
     mass = tl.full([BLOCK_N], 0.0, tl.float32)
-    for at in range(0, GROUP * text, BLOCK_M):
-        m = at + tl.arange(0, BLOCK_M)
-        asks = m < GROUP * text
-        head = kv_head * GROUP + m // text
-        token = m % text
-        q_at = query + row * q_row + head[:, None] * q_head + token[:, None] * q_token + d[None, :]
-        q = tl.load(q_at, mask=asks[:, None] & (d[None, :] < DIM), other=0.0)
-        whole = tl.load(
-            logsumexp + (row * tl.num_programs(1) * GROUP + head) * text + token,
-            mask=asks,
-            other=float("inf"),
+    for start_m in range(0, HEADS_PER_KV * text_tokens, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        valid_m = offs_m < HEADS_PER_KV * text_tokens
+        head = kv_head * HEADS_PER_KV + offs_m // text_tokens
+        token = offs_m % text_tokens
+        q_ptrs = (
+            q_ptr
+            + row * stride_qb
+            + head[:, None] * stride_qh
+            + token[:, None] * stride_qt
+            + offs_d[None, :]
         )
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        mass += tl.sum(tl.exp(scores - whole[:, None]), 0)  # places beyond the queries: exp(-inf)
-    to = out + (row * tl.num_programs(1) + kv_head) * visual + e
-    tl.store(to, mass / text, mask=e < visual)
+        q = tl.load(q_ptrs, mask=valid_m[:, None] & (offs_d[None, :] < HEAD_DIM), other=0.0)
+        token_index = (row * tl.num_programs(1) * HEADS_PER_KV + head) * text_tokens + token
+        # invalid queries get the log-sum-exp inf, so they add exp(-inf) = 0
+        lse = tl.load(lse_ptr + token_index, mask=valid_m, other=float("inf"))
+        scores = tl.dot(q, k, input_precision="ieee") * qk_scale
+        mass += tl.sum(tl.exp(scores - lse[:, None]), 0)
+    out_ptrs = out_ptr + (row * tl.num_programs(1) + kv_head) * visual_tokens + offs_n
+    tl.store(out_ptrs, mass / text_tokens, mask=offs_n < visual_tokens)

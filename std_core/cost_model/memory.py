@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from std_core.cost_model.account import BITS, ModelSize
+from std_core.kernels.shared.constants import SPLIT_SIZE
 from std_core.types import Draft
 
-STEP = 512  # entries by which caches grow: a split of the attention
 # of a prompt without visual tokens: what lies before its last 64 takes their part in a selection
 TAIL = 64
 # visual tokens that the vision tower works on at once; a frame more than that if it has more
@@ -129,7 +129,7 @@ def most_slots(
 
 
 def _whole(entries: int) -> int:
-    return -(-entries // STEP) * STEP
+    return -(-entries // SPLIT_SIZE) * SPLIT_SIZE
 
 
 # --------------------------------------------------------------------------------------- what stays
@@ -142,7 +142,7 @@ def _entries(load: LongestRequest, width: int) -> tuple[int, int]:
     least = _whole(load.prefix), _whole(behind)
     over = least[0] - load.prefix + 1  # tokens of text that need one step more there
     if load.visual and over < load.question:
-        moved = least[0] + STEP, _whole(behind - over)
+        moved = least[0] + SPLIT_SIZE, _whole(behind - over)
         return max(least, moved, key=sum)
     return least
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from std_core.decoding.accept import accept_equal, accept_sampled
 from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.token_sampling import ResolvedSampling, SamplingState, bend, choose
-from std_core.kernels.attention import Groups
+from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.cache import Cache, Look, RowsStep
 from std_core.model.model import Model
 
@@ -43,7 +43,7 @@ class Slots:
     stop_ids: torch.Tensor  # (B, n) padded with -1
     rules: list[ResolvedSampling | None]
     draws: SamplingState
-    groups: Groups
+    groups: PrefixGroups
     generator: torch.Generator
     vocabulary: int
     view: View = "own"
@@ -79,7 +79,7 @@ class Slots:
             stop_ids=torch.full((count, 1), -1, device=model.device),
             rules=rules,
             draws=SamplingState.of(rules, generator),
-            groups=Groups.of([-1] * count, [], model.device),
+            groups=PrefixGroups.from_lists([-1] * count, [], model.device),
             generator=generator,
             vocabulary=model.vocabulary,
             strict=strict,

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-from std_core.kernels.gumbel_noise import draw, gumbel, keyed_noise, noisy_argmax
+from std_core.kernels.gumbel_noise import (
+    gumbel_from_uniform,
+    keyed_noise,
+    keyed_sample,
+    noisy_argmax,
+)
 from std_core.types import Sampling
 
 
@@ -99,7 +104,7 @@ def choose(scores: torch.Tensor, draws: SamplingState, places: torch.Tensor) -> 
     if not draws.sampled:
         return scores.argmax(-1)
     if not draws.fresh:
-        return draw(scores, draws.seeds, draws.seeded, places)
+        return keyed_sample(scores, draws.seeds, draws.seeded, places)
     return noisy_argmax(scores, places, draws.noise)
 
 
@@ -134,4 +139,4 @@ class SamplingState:
         sample, else none."""
         keyed = keyed_noise(self.seeds, self.seeded, places, vocabulary)
         uniform = torch.rand(keyed.shape, generator=self.generator, device=keyed.device)
-        return keyed + gumbel(uniform.clamp_(min=1e-20)) * self.unseeded[:, None, None]
+        return keyed + gumbel_from_uniform(uniform.clamp_(min=1e-20)) * self.unseeded[:, None, None]

@@ -30,7 +30,7 @@ from std_core.engine.cuda_graphs import Captured, recorder_of
 from std_core.engine.prefill import Pieces, Prefill
 from std_core.engine.refresh import look_of, reselect
 from std_core.engine.row import Row
-from std_core.kernels.attention import Groups
+from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.checkpoint import Inputs
 from std_core.types import Draft, Mode, Pace, Request, RequestError, Result
 
@@ -168,7 +168,7 @@ class Batch:
         slots.stop_ids = torch.tensor(stops, device=device)
         prefix_of_row = [row.prefix if row is not None else -1 for row in self.rows]
         lengths = [p.length for p in self.prefill.prefixes]
-        slots.groups = Groups.of(
+        slots.groups = PrefixGroups.from_lists(
             prefix_of_row, lengths, device, bool(self.engine.strict or slots.ahead)
         )
 

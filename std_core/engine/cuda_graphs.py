@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from std_core.decoding.round import Round, Slots
-from std_core.kernels.attention import SPLIT
+from std_core.kernels.shared.constants import SPLIT_SIZE
 from std_core.model.model import Model
 from std_core.types import Draft
 
@@ -134,4 +134,4 @@ def pool_bytes(
     entries = [shared, prompt - shared + spare]
     if draft is not None and draft.policy not in ("full", "ngram") and not draft.model:
         entries.append(prompt - visual + draft.budget(visual) + spare)
-    return slots * entry_bytes * sum(-(-n // SPLIT) * SPLIT for n in entries)
+    return slots * entry_bytes * sum(-(-n // SPLIT_SIZE) * SPLIT_SIZE for n in entries)

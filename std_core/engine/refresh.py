@@ -26,7 +26,9 @@ def look_of(rows: Sequence[Row | None], slots: Slots, width: int) -> Look | None
     places = [
         row.view.places if row is not None and row.view is not None else nothing for row in rows
     ]
-    return Look(slots.groups.prefix.clamp(min=0), pad_sequence(places, batch_first=True), width)
+    return Look(
+        slots.groups.prefix_of_row.clamp(min=0), pad_sequence(places, batch_first=True), width
+    )
 
 
 def reselect(draft: Draft, slots: Slots, rows: Sequence[Row | None], look: Look) -> None:

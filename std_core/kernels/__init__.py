@@ -1,8 +1,9 @@
-"""The kernels, whose files lie in `kernels/` beside this package.
+"""The package `std_core.kernels`; its files are in the folder `kernels/` of the repository.
 
-The folder must not be importable as top-level `kernels`: that is the name of a Hugging Face
-package, which transformers imports. In a checkout it is reached through this `__path__`; a wheel
-has the files in this folder (`package-dir` in pyproject.toml)."""
+That folder must not be importable as top-level `kernels`: a Hugging Face package has this name, and
+transformers imports it. In a checkout this `__path__` leads to the folder; a wheel has the files
+here.
+"""
 
 from __future__ import annotations
 

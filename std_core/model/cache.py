@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from std_core.kernels.attention import SPLIT, Groups, Segment, attend_chunk, attend_rows, write_rows
+from std_core.kernels.attention import attend_chunk, attend_rows, write_rows
 from std_core.kernels.attention_mass import attention_mass
-from std_core.kernels.cpu import loader
+from std_core.kernels.cpu.huge_pages import advise_huge_pages
 from std_core.kernels.gather import gather_entries
+from std_core.kernels.shared.constants import SPLIT_SIZE
+from std_core.kernels.shared.segments import PrefixGroups, Segment
 
 
 class Cache:
@@ -40,19 +42,20 @@ class Cache:
     def reserve(self, entries: int) -> None:
         """Makes room for `entries` per row, in whole splits of the attention."""
         if entries > self.capacity:
-            more = -(-entries // SPLIT) * SPLIT - self.capacity
+            more = -(-entries // SPLIT_SIZE) * SPLIT_SIZE - self.capacity
             for store in (self.key, self.value):
                 for layer, old in enumerate(store):
                     store[layer] = _longer(old, more)
 
     def layer(self, layer: int) -> Segment:
-        return self.key[layer], self.value[layer]
+        return Segment(self.key[layer], self.value[layer])
 
     def row(self, layer: int, row: int, length: int) -> Segment:
         """Of one row its first `length` entries, (1, KV heads, length, head size)."""
-        return self.key[layer][row : row + 1, :, :length], self.value[layer][
-            row : row + 1, :, :length
-        ]
+        return Segment(
+            self.key[layer][row : row + 1, :, :length],
+            self.value[layer][row : row + 1, :, :length],
+        )
 
     def fill(self, layer: int, row: int, at: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Writes entries of one row from place `at` on; key and value: (KV heads, n, head size)."""
@@ -88,7 +91,7 @@ def _longer(store: torch.Tensor, more: int) -> torch.Tensor:
     if store.device.type != "cpu":
         return F.pad(store, (0, 0, 0, more))
     rows, heads, capacity, dim = store.shape
-    longer = loader.large_pages(store.new_empty(rows, heads, capacity + more, dim))
+    longer = advise_huge_pages(store.new_empty(rows, heads, capacity + more, dim))
     longer[:, :, :capacity] = store
     longer[:, :, capacity:] = 0
     return longer
@@ -117,10 +120,10 @@ class ChunkStep:
         if self.prefix is not None:
             store, row, length = self.prefix
             past.append(store.row(layer, row, length))
-        out, logsumexp = attend_chunk(query, past, (key, value), scale)
+        out, logsumexp = attend_chunk(query, past, Segment(key, value), scale)
         self.store.fill(layer, self.row, self.at, key[0], value=value[0])
         if self.visual is not None:
-            looked_at = past[-1][0][0][:, self.visual.to(query.device)]
+            looked_at = past[-1].key[0][:, self.visual.to(query.device)]
             last = slice(-self.observers if self.observers else None, None)
             self.mass.append(
                 attention_mass(query[0, :, last], looked_at, logsumexp[0, :, last], scale)
@@ -165,7 +168,7 @@ class RowsStep:
     own: Cache
     lengths: torch.Tensor
     prefix: Cache | None = None
-    groups: Groups | None = None
+    groups: PrefixGroups | None = None
     mirror: tuple[Cache, torch.Tensor] | None = None
     fixed: bool = False
     look: Look | None = None
@@ -184,7 +187,7 @@ class RowsStep:
             query, own, self.lengths, prefix, groups=self.groups, scale=scale, fixed=self.fixed
         )
         if self.look is not None and prefix is not None:
-            self.look.at(prefix[0], query, logsumexp, scale)
+            self.look.at(prefix.key, query, logsumexp, scale)
         return out
 
     def _move(self, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from std_core.kernels.cpu import loader
-from std_core.kernels.linear import gated, linear, rms_norm
+from std_core.kernels.linear import linear, rms_norm, swiglu
 
 
 class FastLinear(nn.Linear):
@@ -48,7 +48,7 @@ class FastMLP(nn.Module):
         if all(
             isinstance(m, FastLinear) and not m._forward_pre_hooks for m in both
         ):  # hooks: a sample being taken
-            return self.down_proj(gated(x, self.gate_proj.weight, self.up_proj.weight))
+            return self.down_proj(swiglu(x, self.gate_proj.weight, self.up_proj.weight))
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -65,7 +65,7 @@ def fast(module: nn.Module) -> Any:
     offset, MLPs of three projections without bias around a SiLU. Where no kernel serves the
     parameters' type and device, it is the module itself."""
     parameter = next(module.parameters())
-    if not loader.serves("linear", parameter) or any(
+    if not loader.supports("linear", parameter) or any(
         hasattr(m, "_hf_hook") for m in module.modules()
     ):
         return module  # accelerate's hooks move layers' inputs between devices

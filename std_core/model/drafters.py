@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from std_core.kernels.low_bit import low_bit_linear, pack, packable
-from std_core.kernels.sparse_linear import laid_out, reads_less, sparse_linear, sparsified
+from std_core.kernels.low_bit import can_pack, low_bit_linear, pack_weight
+from std_core.kernels.sparse_linear import kernel_layout, skips_channels, sparse_linear, sparsify
 from std_core.model.cpu_modules import second_tree
 from std_core.model.model import Model
 from std_core.model.tensor_parallel import First, Gathered
@@ -105,16 +105,16 @@ class SparseLinear(nn.Module):
         self.keep = keep
         self.weight: torch.Tensor | None = None
         if isinstance(inner, nn.Linear):
-            self.weight = laid_out(inner.weight.detach())
+            self.weight = kernel_layout(inner.weight.detach())
             if (
                 inner.weight.device.type != "cpu"
             ):  # dense products there take either layout: no copy is kept
                 inner.weight.data = self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight is not None and reads_less(x):
+        if self.weight is not None and skips_channels(x):
             return sparse_linear(x, self.weight, self.inner.bias, self.threshold)
-        return self.inner(sparsified(x, self.threshold))
+        return self.inner(sparsify(x, self.threshold))
 
 
 class LowBitLinear(nn.Module):
@@ -122,7 +122,7 @@ class LowBitLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, bits: int):
         super().__init__()
-        self.packed = pack(linear.weight, bits)
+        self.packed = pack_weight(linear.weight, bits)
         self.bias = linear.bias
         self.out_features = linear.out_features
 
@@ -150,7 +150,7 @@ def _cheaper(linear: nn.Linear, draft: Draft, threshold: float | None) -> nn.Mod
 
 def _low_bit(linear: nn.Linear, bits: int) -> nn.Module:
     """8 bits where 4 do not fit the shape."""
-    return LowBitLinear(linear, bits if packable(linear.weight, bits) else 8)
+    return LowBitLinear(linear, bits if can_pack(linear.weight, bits) else 8)
 
 
 def _low_bit_head(head: Any) -> nn.Module:

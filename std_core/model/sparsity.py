@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from std_core.kernels.sparse_linear import sparsified
+from std_core.kernels.sparse_linear import sparsify
 from std_core.model.drafters import projections
 
 SAMPLE = 256  # rows kept of each projection's inputs
@@ -83,7 +83,7 @@ def _allot(
 
 def _error(linear: nn.Linear, x: torch.Tensor, keep: float) -> float:
     """Of a projection's output, relative, when a share of its channels is kept."""
-    left_out = x - sparsified(x, _threshold(x, keep))
+    left_out = x - sparsify(x, _threshold(x, keep))
     whole, gone = ((y @ linear.weight.T).float().square().sum() for y in (x, left_out))
     return float(gone / whole.clamp(min=1e-30))
 

@@ -1,6 +1,10 @@
+"""Attention of decode steps and prefill chunks, attention mass and gather on a CPU, against float64
+definitions.
+"""
+
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -10,27 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from std_core.kernels import attention
-from std_core.kernels.attention import Groups
 from std_core.kernels.attention_mass import attention_mass
 from std_core.kernels.cpu import loader
 from std_core.kernels.gather import gather_entries
+from std_core.kernels.shared.segments import Attention, PrefixGroups, Segment
 
+Reference = Callable[..., Attention]
 BOTH = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "pytorch"])
+HEADS = st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)])  # query heads, KV heads
 
 
 @contextmanager
 def kernels(compiled: bool, dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """The C++ kernels, where this machine has them, or PyTorch's operations."""
+    """Use the C++ kernels (skip where there are none) or PyTorch's operations."""
     if not compiled:
-        with mock.patch.object(loader, "serves", return_value=False):
+        with mock.patch.object(loader, "supports", return_value=False):
             yield
-    elif not loader.serves("attend_rows", torch.empty(0, dtype=dtype)):
-        pytest.skip("no compiler here, or no such instructions")
+    elif not loader.supports("attend_rows", torch.empty(0, dtype=dtype)):
+        pytest.skip("no compiler, or the CPU lacks the instructions")
     else:
         yield
-
-
-HEADS = st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)])
 
 
 @BOTH
@@ -44,52 +47,33 @@ HEADS = st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)])
     st.lists(st.integers(1, 90), min_size=1, max_size=3),
     st.data(),
 )
-def test_rows_over_two_segments_are_their_definition(
+def test_attend_rows_equals_the_reference(
+    reference_rows: Reference,
     compiled: bool,
     rows: int,
     heads: tuple[int, int],
     width: int,
     dim: int,
     lengths: list[int],
-    prefixes: list[int],
-    data: st.DataObject,
-) -> None:
-    with kernels(compiled):
-        _over_two_segments(rows, heads, width, dim, lengths=lengths, prefixes=prefixes, data=data)
-
-
-def _over_two_segments(
-    rows: int,
-    heads: tuple[int, int],
-    width: int,
-    dim: int,
-    lengths: list[int],
-    prefixes: list[int],
+    prefix_lengths: list[int],
     data: st.DataObject,
 ) -> None:
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     before = torch.tensor(lengths[:rows])
     query = torch.randn(rows, heads[0], width, dim, generator=rng)
-    own = tuple(
-        torch.randn(rows, heads[1], int(before.max()) + width + 3, dim, generator=rng)
-        for _ in range(2)
-    )
-    shared = tuple(
-        torch.randn(len(prefixes), heads[1], max(prefixes) + 5, dim, generator=rng)
-        for _ in range(2)
-    )
-    under = data.draw(st.lists(st.integers(-1, len(prefixes) - 1), min_size=rows, max_size=rows))
-    groups = Groups.of(under, prefixes)
-    want = attention.reference_rows(query, own, before, shared, groups=groups, scale=dim**-0.5)  # type: ignore[arg-type]
-    got, _ = attention.attend_rows(query, own, before, shared, groups=groups, scale=dim**-0.5)  # type: ignore[arg-type]
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
-    alone, _ = attention.attend_rows(query, own, before, None, groups=None, scale=dim**-0.5)  # type: ignore[arg-type]
-    torch.testing.assert_close(
-        alone.double(),
-        attention.reference_rows(query, own, before, None, groups=None, scale=dim**-0.5),  # type: ignore[arg-type]
-        rtol=1e-4,
-        atol=1e-5,
-    )
+    capacity = int(before.max()) + width + 3
+    own = Segment(*(torch.randn(rows, heads[1], capacity, dim, generator=rng) for _ in range(2)))
+    shape = (len(prefix_lengths), heads[1], max(prefix_lengths) + 5, dim)
+    prefix = Segment(*(torch.randn(*shape, generator=rng) for _ in range(2)))
+    prefix_index = st.integers(-1, len(prefix_lengths) - 1)
+    prefix_of_row = data.draw(st.lists(prefix_index, min_size=rows, max_size=rows))
+    groups = PrefixGroups.from_lists(prefix_of_row, prefix_lengths)
+    scale = dim**-0.5
+    for shared in ((prefix, groups), (None, None)):
+        want, _ = reference_rows(query, own, before, *shared, scale=scale)
+        with kernels(compiled):
+            got, _ = attention.attend_rows(query, own, before, *shared, scale=scale)
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
 @BOTH
@@ -102,7 +86,8 @@ def _over_two_segments(
     st.lists(st.sampled_from([0, 63, 64, 1000, 1023, 1024, 2050]), min_size=3, max_size=3),
     st.integers(0, 2**31),
 )
-def test_long_rows_and_their_logsumexp(
+def test_attend_rows_across_block_and_split_borders(
+    reference_rows: Reference,
     compiled: bool,
     dtype: torch.dtype,
     heads: tuple[int, int],
@@ -111,34 +96,23 @@ def test_long_rows_and_their_logsumexp(
     lengths: list[int],
     seed: int,
 ) -> None:
-    """Over the borders of blocks, splits and chunks, under prefixes of their own and shared
-    ones."""
+    """Output and log-sum-exp, with prefixes that one row uses and that two rows share."""
     rng = torch.Generator().manual_seed(seed)
-    query, *stores = (
-        torch.randn(3, n, m, dim, generator=rng).to(dtype)
-        for n, m in ((heads[0], width), *[(heads[1], 2050 + width)] * 4)
-    )
-    own = (stores[0], stores[1])
-    shared = (stores[2], stores[3])
-    groups = Groups.of([1, 0, 1], [lengths[1], lengths[2]])
+    scale = dim**-0.5
+    query = torch.randn(3, heads[0], width, dim, generator=rng).to(dtype)
+    entries = [
+        torch.randn(3, heads[1], 2050 + width, dim, generator=rng).to(dtype) for _ in range(4)
+    ]
+    own = Segment(entries[0], entries[1])
+    prefix = Segment(entries[2], entries[3])
+    groups = PrefixGroups.from_lists([1, 0, 1], [lengths[1], lengths[2]])
+    before = torch.tensor(lengths)
     with kernels(compiled, dtype):
-        got, lse = attention.attend_rows(
-            query, own, torch.tensor(lengths), shared, groups=groups, scale=dim**-0.5
-        )
-    want = attention.reference_rows(
-        query, own, torch.tensor(lengths), shared, groups=groups, scale=dim**-0.5
-    )
-    near = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(got.double(), want, rtol=near, atol=near)
-    key = torch.cat([shared[0][0, :, : lengths[1]], own[0][1, :, : lengths[1] + 1]], dim=1)
-    scores = (
-        key.repeat_interleave(heads[0] // heads[1], 0).double()
-        @ query[1, :, 0, :, None].double()
-        * dim**-0.5
-    )
-    torch.testing.assert_close(
-        lse[1, :, 0].double(), scores[..., 0].logsumexp(-1), rtol=1e-3, atol=1e-3
-    )
+        got = attention.attend_rows(query, own, before, prefix, groups=groups, scale=scale)
+    want = reference_rows(query, own, before, prefix, groups=groups, scale=scale)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.output.double(), want.output, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got.logsumexp.double(), want.logsumexp, rtol=1e-3, atol=1e-3)
 
 
 @BOTH
@@ -149,27 +123,26 @@ def test_long_rows_and_their_logsumexp(
     st.lists(st.integers(0, 140), min_size=0, max_size=2),
     st.integers(0, 2**31),
 )
-def test_a_chunk_sees_its_past_and_itself_causally(
+def test_attend_chunk_is_causal_within_the_chunk(
     compiled: bool, heads: tuple[int, int], width: int, past: list[int], seed: int
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     query = torch.randn(1, heads[0], width, 32, generator=rng)
     segments = [
-        tuple(torch.randn(1, heads[1], n, 32, generator=rng) for _ in range(2))
+        Segment(*(torch.randn(1, heads[1], n, 32, generator=rng) for _ in range(2)))
         for n in [*past, width]
     ]
     with kernels(compiled):
-        out, logsumexp = attention.attend_chunk(query, segments[:-1], segments[-1], 0.25)  # type: ignore[arg-type]
+        got = attention.attend_chunk(query, segments[:-1], segments[-1], 0.25)
     key, value = (
-        torch.cat([s[i] for s in segments], dim=2)
-        .repeat_interleave(heads[0] // heads[1], 1)
-        .double()
-        for i in (0, 1)
+        torch.cat(parts, dim=2).repeat_interleave(heads[0] // heads[1], 1).double()
+        for parts in zip(*segments, strict=True)
     )
     scores = query.double() @ key.transpose(2, 3) * 0.25
     scores += torch.full((width, sum(past) + width), float("-inf")).triu(sum(past) + 1)
-    torch.testing.assert_close(logsumexp.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(out.double(), scores.softmax(-1) @ value, rtol=1e-4, atol=1e-5)
+    want = Attention(scores.softmax(-1) @ value, scores.logsumexp(-1))
+    torch.testing.assert_close(got.logsumexp.double(), want.logsumexp, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.output.double(), want.output, rtol=1e-4, atol=1e-5)
 
 
 COUNTS = st.lists(st.integers(0, 700), min_size=4, max_size=4)
@@ -184,80 +157,72 @@ COUNTS = st.lists(st.integers(0, 700), min_size=4, max_size=4)
     st.permutations(range(4)),
     st.integers(0, 3),
 )
-def test_fixed_shapes_give_a_token_the_same_bits_in_any_company(
+def test_fixed_gives_a_token_the_same_bits_in_any_batch(
     compiled: bool,
     dtype: torch.dtype,
     lengths: list[int],
-    prefixes: list[int],
-    places: list[int],
+    prefix_lengths: list[int],
+    order: list[int],
     shift: int,
 ) -> None:
-    """The last token of row 0 alone, and in another slot, at another place of its width, under
-    another row of the prefix store, among rows that see more."""
+    """The last token of row 0 beside empty rows, and the same token in another slot, at another of
+    the T positions, with its prefix elsewhere in the store, beside rows with more entries.
+    """
     rng = torch.Generator().manual_seed(sum(lengths))
-    query, own, shared = (
-        torch.randn(2, 4, 2 * n, m, 32, generator=rng).to(dtype)
-        for n, m in ((3, 4), (1, 1536), (1, 1024))
-    )
-    query = query[0]
-    alone = [lengths[0], 0, 0, 0], [prefixes[0], 0, 0, 0]
+    query = torch.randn(4, 4, 4, 32, generator=rng).to(dtype)
+    own = Segment(*(torch.randn(4, 2, 1536, 32, generator=rng).to(dtype) for _ in range(2)))
+    prefix = Segment(*(torch.randn(4, 2, 1024, 32, generator=rng).to(dtype) for _ in range(2)))
     query[:, :, 3 - shift] = query[:, :, 3]
 
     def attend(
-        slots: list[int], stored: list[int], before: list[int], seen: list[int]
+        slots: list[int], stored: list[int], before: list[int], shared: list[int]
     ) -> torch.Tensor:
-        """Rows `slots`, whose prefixes lie in `stored` of the store."""
-        lies = [stored.index(row) for row in slots]
-        groups = Groups.of(
-            [at if seen[row] else -1 for row, at in zip(slots, lies, strict=True)],
-            [seen[r] for r in stored],
+        """Output of the rows `slots`, whose prefixes lie in the store in the order `stored`."""
+        groups = PrefixGroups.from_lists(
+            [stored.index(row) if shared[row] else -1 for row in slots],
+            [shared[row] for row in stored],
             fixed=True,
-        )
-        rows, store = (
-            tuple(x[order] for x in segment) for segment, order in ((own, slots), (shared, stored))
         )
         return attention.attend_rows(
             query[slots],
-            rows,
+            Segment(own.key[slots], own.value[slots]),
             torch.tensor(before)[slots],
-            store,
+            Segment(prefix.key[stored], prefix.value[stored]),
             groups=groups,
             scale=0.25,
             fixed=True,
-        )[0]  # type: ignore[arg-type]
+        ).output
 
+    rows = [0, 1, 2, 3]
+    shifted = [lengths[0] + shift, *lengths[1:]]
     with kernels(compiled, dtype):
-        one = attend([0, 1, 2, 3], [0, 1, 2, 3], *alone)[0, :, 3]
-        lengths[0] += shift
-        other = attend(list(places), list(reversed(places)), lengths, prefixes)[
-            places.index(0), :, 3 - shift
-        ]
-    assert torch.equal(one, other)
+        alone = attend(rows, rows, [lengths[0], 0, 0, 0], [prefix_lengths[0], 0, 0, 0])
+        batched = attend(list(order), list(reversed(order)), shifted, prefix_lengths)
+    assert torch.equal(alone[0, :, 3], batched[order.index(0), :, 3 - shift])
 
 
-def test_what_is_no_number_is_seen_by_those_who_look_at_it_alone() -> None:
-    """One row's broken entries, and what lies behind a row's length, stay out of the others'
-    results."""
+def test_nan_entries_affect_only_the_rows_that_attend_to_them() -> None:
+    """Neither another row's NaN entries nor NaN behind a row's length changes its result."""
     query = torch.randn(2, 4, 1, 32)
     cache = torch.randn(2, 2, 200, 32)
     broken = cache.clone()
     broken[0, :, 10] = float("nan")
     broken[1, :, 101:] = float("nan")
-    out, _ = attention.attend_rows(
-        query, (broken, broken), torch.tensor([100, 100]), None, groups=None, scale=0.3
+    lengths = torch.tensor([100, 100])
+    got, expected = (
+        attention.attend_rows(query, Segment(x, x), lengths, None, groups=None, scale=0.3).output
+        for x in (broken, cache)
     )
-    whole, _ = attention.attend_rows(
-        query, (cache, cache), torch.tensor([100, 100]), None, groups=None, scale=0.3
-    )
-    assert out[0].isnan().all() and torch.equal(out[1], whole[1])
+    assert got[0].isnan().all() and torch.equal(got[1], expected[1])
 
 
 def test_an_empty_slot_gives_finite_numbers() -> None:
     query = torch.randn(2, 4, 3, 8)
     cache = torch.randn(2, 2, 20, 8)
-    groups = Groups.of([-1, 0], [0, 0])
+    segment = Segment(cache, cache)
+    groups = PrefixGroups.from_lists([-1, 0], [0, 0])
     out, _ = attention.attend_rows(
-        query, (cache, cache), torch.tensor([0, 9]), (cache, cache), groups=groups, scale=0.3
+        query, segment, torch.tensor([0, 9]), segment, groups=groups, scale=0.3
     )
     assert out.isfinite().all()
 
@@ -276,19 +241,20 @@ def test_attention_mass_is_the_mean_over_text_and_the_sum_over_a_group(
     query = torch.randn(heads[0], text, 16, generator=rng)
     key = torch.randn(heads[1], before + text, 16, generator=rng)
     visual = torch.randperm(before, generator=rng)[: max(1, before // 2)].sort().values
-    group = heads[0] // heads[1]
+    heads_per_kv = heads[0] // heads[1]
     want = torch.zeros(heads[1], len(visual), dtype=torch.float64)
     logsumexp = torch.empty(heads[0], text)
     for head in range(heads[0]):
+        kv_head = head // heads_per_kv
         for t in range(text):
-            scores = key[head // group, : before + t + 1].double() @ query[head, t].double() * 0.25
+            scores = key[kv_head, : before + t + 1].double() @ query[head, t].double() * 0.25
             logsumexp[head, t] = scores.logsumexp(0)
-            want[head // group] += scores.softmax(0)[visual] / text
+            want[kv_head] += scores.softmax(0)[visual] / text
     got = attention_mass(query, key[:, visual], logsumexp, 0.25)
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
 
 
-def test_gather_takes_other_entries_for_each_head() -> None:
+def test_gather_copies_different_entries_for_each_head() -> None:
     cache = torch.arange(2 * 5 * 3).view(2, 5, 3)
     got = gather_entries(cache, torch.tensor([[0, 4], [2, 2]]))
     assert torch.equal(got, torch.stack([cache[0, [0, 4]], cache[1, [2, 2]]]))

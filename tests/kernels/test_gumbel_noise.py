@@ -1,3 +1,5 @@
+"""Counter-based Gumbel noise, and the C++ sampler against PyTorch's."""
+
 from __future__ import annotations
 
 import pytest
@@ -6,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from std_core.kernels.cpu import loader
-from std_core.kernels.gumbel_noise import draw, keyed_gumbel, keyed_noise, noisy_argmax
+from std_core.kernels.gumbel_noise import keyed_gumbel, keyed_noise, keyed_sample, noisy_argmax
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 VOCABULARIES = st.one_of(st.integers(1, 100), st.integers(8150, 8250), st.integers(16_380, 16_450))
@@ -14,17 +16,17 @@ ONES = 2**64 - 1
 
 
 @given(SEEDS, st.integers(0, 10_000), st.integers(2, 50))
-def test_noise_depends_on_seed_place_and_token_alone(
-    seed: int, place: int, vocabulary: int
+def test_noise_depends_on_seed_position_and_token_alone(
+    seed: int, position: int, vocabulary: int
 ) -> None:
-    one = keyed_gumbel(torch.tensor([seed]), torch.tensor([[place]]), vocabulary)
+    one = keyed_gumbel(torch.tensor([seed]), torch.tensor([[position]]), vocabulary)
     seeds = torch.tensor([1, seed])
-    places = torch.tensor([[7, 8], [place - 1, place]])
-    assert torch.equal(keyed_gumbel(seeds, places, vocabulary + 5)[1, 1, :vocabulary], one[0, 0])
+    positions = torch.tensor([[7, 8], [position - 1, position]])
+    assert torch.equal(keyed_gumbel(seeds, positions, vocabulary + 5)[1, 1, :vocabulary], one[0, 0])
     assert one.isfinite().all()
 
 
-def test_noise_is_gumbels() -> None:
+def test_noise_has_the_gumbel_distribution() -> None:
     """Mean γ, variance π²/6, and the maximum of two independent draws shifted by log 2."""
     noise = keyed_gumbel(torch.arange(50), torch.arange(40).expand(50, -1), 1000).double()
     assert abs(noise.mean() - 0.57722) < 0.003
@@ -38,7 +40,7 @@ def test_noise_is_gumbels() -> None:
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.003
 
 
-def test_the_maximum_of_scores_and_noise_is_a_draw() -> None:
+def test_the_argmax_of_scores_and_noise_samples_the_softmax() -> None:
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     noise = keyed_gumbel(torch.arange(1000), torch.arange(20).expand(1000, -1), 4)
     drawn = torch.bincount((p.log() + noise).argmax(-1).flatten(), minlength=4).double()
@@ -51,14 +53,14 @@ def test_the_maximum_of_scores_and_noise_is_a_draw() -> None:
 
 @pytest.fixture
 def compiled() -> None:
-    if not loader.serves("draw", torch.empty(0)):
-        pytest.skip("no compiler here, or no such instructions")
+    if not loader.supports("draw", torch.empty(0)):
+        pytest.skip("no compiler, or the CPU lacks the instructions")
 
 
-def plain(
-    scores: torch.Tensor, seeds: torch.Tensor, seeded: torch.Tensor, places: torch.Tensor
+def by_pytorch(
+    scores: torch.Tensor, seeds: torch.Tensor, seeded: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    return noisy_argmax(scores, places, lambda place, n: keyed_noise(seeds, seeded, place, n))
+    return noisy_argmax(scores, positions, lambda column, n: keyed_noise(seeds, seeded, column, n))
 
 
 @settings(max_examples=120, deadline=None)
@@ -69,11 +71,12 @@ def plain(
     VOCABULARIES,
 )
 @pytest.mark.usefixtures("compiled")
-def test_a_draw_is_the_maximum_of_scores_and_noise(
+def test_the_cpp_sampler_equals_pytorchs(
     data: st.DataObject, rows: list[tuple[int, bool]], width: int, vocabulary: int
 ) -> None:
-    """Flat scores and far apart ones, few or none of a filtered vocabulary, sums that are rounded
-    until many are equal, a dominant score, and a slice that does not lie in one piece."""
+    """Flat and widely spread scores, few or no tokens left after filtering, sums with ties after
+    rounding, a dominant score, and a non-contiguous slice.
+    """
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     scale = data.draw(st.sampled_from([0, 1e-6, 0.1, 1, 3, 30, 1e4]))
     scores = torch.randn(len(rows), width + 1, vocabulary, generator=rng)[:, :width] * scale
@@ -86,30 +89,34 @@ def test_a_draw_is_the_maximum_of_scores_and_noise(
             st.sampled_from([9.0, 40.0, 1e5, torch.inf])
         )
     seeds, seeded = (torch.tensor(column) for column in zip(*rows, strict=True))
-    places = torch.randint(100_000, (len(rows), width), generator=rng)
-    assert torch.equal(draw(scores, seeds, seeded, places), plain(scores, seeds, seeded, places))
+    positions = torch.randint(100_000, (len(rows), width), generator=rng)
+    assert torch.equal(
+        keyed_sample(scores, seeds, seeded, positions), by_pytorch(scores, seeds, seeded, positions)
+    )
 
 
 @pytest.mark.usefixtures("compiled")
-def test_threads_share_rows_and_vocabulary() -> None:
+def test_the_number_of_threads_changes_no_token() -> None:
     scores = torch.randn(3, 2, 20_000)
-    places = torch.arange(6).view(3, 2)
+    positions = torch.arange(6).view(3, 2)
     seeds = torch.arange(3)
     seeded = torch.tensor([True, False, True])
     before = torch.get_num_threads()
     drawn = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        drawn.append(draw(scores, seeds, seeded, places))
+        drawn.append(keyed_sample(scores, seeds, seeded, positions))
     torch.set_num_threads(before)
-    assert all(torch.equal(tokens, plain(scores, seeds, seeded, places)) for tokens in drawn)
+    assert all(
+        torch.equal(tokens, by_pytorch(scores, seeds, seeded, positions)) for tokens in drawn
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS, VOCABULARIES, st.data())
 @pytest.mark.usefixtures("compiled")
-def test_what_is_no_number_is_drawn(seed: int, vocabulary: int, data: st.DataObject) -> None:
-    """Which is how a broken draft is noticed: by the score of its token."""
+def test_nan_counts_as_the_maximum(seed: int, vocabulary: int, data: st.DataObject) -> None:
+    """The engine detects a broken draft by the NaN score of its token."""
     scores = torch.randn(2, 1, vocabulary)
     scores[:, :, data.draw(st.lists(st.integers(0, vocabulary - 1), min_size=1))] = torch.nan
     scores[:, :, data.draw(st.lists(st.integers(0, vocabulary - 1)))] = torch.inf
@@ -118,7 +125,7 @@ def test_what_is_no_number_is_drawn(seed: int, vocabulary: int, data: st.DataObj
         torch.tensor([True, False]),
         torch.zeros(2, 1, dtype=torch.long),
     )
-    assert torch.equal(draw(scores, *where), plain(scores, *where))
+    assert torch.equal(keyed_sample(scores, *where), by_pytorch(scores, *where))
 
 
 @settings(max_examples=300, deadline=None)
@@ -129,16 +136,17 @@ def test_what_is_no_number_is_drawn(seed: int, vocabulary: int, data: st.DataObj
     st.data(),
 )
 @pytest.mark.usefixtures("compiled")
-def test_rare_noise_is_drawn_when_it_wins(
+def test_tokens_with_rare_noise_are_not_skipped(
     leading: int, rest: int, token: int, data: st.DataObject
 ) -> None:
-    """Bits that begin with any number of ones, up to those whose noise is infinite, at scores
-    around the others' best sum: what the C++ version leaves out must not have won."""
+    """Bits with any number of leading ones, up to infinite noise, at scores around the best sum of
+    the others: the C++ version must not skip a token that wins.
+    """
     bits = ONES ^ ONES >> leading | rest & ONES >> min(leading + 1, 64)
     seeds = torch.tensor([seed_of(bits, token, 5)])
-    places = torch.tensor([[5]])
+    positions = torch.tensor([[5]])
     seeded = torch.tensor([True])
-    noise = keyed_gumbel(seeds, places, 70)
+    noise = keyed_gumbel(seeds, positions, 70)
     scores = torch.randn(1, 1, 70) * data.draw(st.sampled_from([0, 1, 10])) + data.draw(
         st.sampled_from([0, 99, 1e6])
     )
@@ -150,14 +158,16 @@ def test_rare_noise_is_drawn_when_it_wins(
         scores[0, 0, token] = (
             others - noise[0, 0, token] + data.draw(st.sampled_from([-1e-6, 0, 1e-6]))
         )
-    assert torch.equal(draw(scores, seeds, seeded, places), plain(scores, seeds, seeded, places))
+    assert torch.equal(
+        keyed_sample(scores, seeds, seeded, positions), by_pytorch(scores, seeds, seeded, positions)
+    )
 
 
-def seed_of(bits: int, token: int, place: int) -> int:
-    """The seed whose noise at a place and token has these 64 bits: the mixer backwards."""
+def seed_of(bits: int, token: int, position: int) -> int:
+    """The seed whose noise at a position and token has these 64 bits, by inverting the mixer."""
     golden = 0x9E3779B97F4A7C15
     key = unmixed(unmixed(bits) - token * golden)
-    seed = (unmixed(key - place * golden) - 1) * pow(golden, -1, 2**64) % 2**64
+    seed = (unmixed(key - position * golden) - 1) * pow(golden, -1, 2**64) % 2**64
     return seed - 2**64 if seed >= 2**63 else seed
 
 

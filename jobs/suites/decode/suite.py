@@ -32,7 +32,7 @@ from pipeline.command_line import (
 from pipeline.records import UsageError
 from std_core.cost_model.account import ModelSize, speedup
 from std_core.engine.engine import Engine
-from std_core.kernels.attention import path_name
+from std_core.kernels.attention import implementation_name
 from std_core.types import Draft
 
 LARGE = 256e6  # bytes of a dense step below which caches hide what memory does
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     return {
         "model": flags.model,
         "read_bandwidth_gbs": round(bandwidth, 2),
-        "dense_attention": path_name(
+        "dense_attention": implementation_name(
             engine.model.dtype, engine.model.device, engine.model.head_dim
         ),
         "random_weights": flags.model in shapes.SHAPES,

@@ -17,8 +17,10 @@ from jobs.suites.gpu.shapes import small_llama
 from jobs.suites.shared import triton_interpreter
 from std_core import sparse_to_dense
 from std_core.kernels import attention
-from std_core.kernels.attention import Groups, Segment
-from std_core.kernels.low_bit import levels_of, low_bit_linear, pack, unpacked
+from std_core.kernels.low_bit import low_bit_linear, pack_weight
+from std_core.kernels.shared.low_bit_format import dequantize, quantize
+from std_core.kernels.shared.segments import Attention, PrefixGroups, Segment
+from std_core.kernels.sparse_linear import channel_major
 from std_core.kernels.triton import attention as triton_attention
 from std_core.kernels.triton import attention_mass as triton_attention_mass
 from std_core.kernels.triton import gather as triton_gather
@@ -123,20 +125,20 @@ def _tokens(device: str, tiny: bool) -> Iterator[Check]:
 
 
 def _segment(device: str, dtype: torch.dtype, *shape: int) -> Segment:
-    return torch.randn(*shape, device=device, dtype=dtype), torch.randn(
-        *shape, device=device, dtype=dtype
-    )
+    key = torch.randn(*shape, device=device, dtype=dtype)
+    value = torch.randn(*shape, device=device, dtype=dtype)
+    return Segment(key, value)
 
 
-def _dense(query: torch.Tensor, segment: Segment, sees: torch.Tensor, scale: float) -> Segment:
+def _dense(query: torch.Tensor, segment: Segment, sees: torch.Tensor, scale: float) -> Attention:
     """Plain products in float64: query (B, heads, T, d), sees (B, T, n)."""
-    share = query.shape[1] // segment[0].shape[1]
+    share = query.shape[1] // segment.key.shape[1]
     key, value = (x.double().repeat_interleave(share, 1) for x in segment)
     scores = (query.double() @ key.transpose(2, 3) * scale).masked_fill(
         ~sees[:, None], float("-inf")
     )
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().nan_to_num(0.0) @ value, lse
+    return Attention((scores - lse[..., None]).exp().nan_to_num(0.0) @ value, lse)
 
 
 def _rows(
@@ -154,17 +156,21 @@ def _rows(
     own = _segment(device, dtype, 3, kv_heads, own_n + width, dim)
     prefix = _segment(device, dtype, 2, kv_heads, prefix_n, dim)
     lengths = torch.tensor([own_n, 5, own_n // 2], device=device)
-    groups = Groups.of([1, -1, 1], [3, prefix_n - 7], device)
+    groups = PrefixGroups.from_lists([1, -1, 1], [3, prefix_n - 7], device)
     out, lse = triton_attention.attend_rows(
         query, own, lengths, prefix, groups=groups, scale=dim**-0.5, fixed=fixed
     )
     place = torch.arange(own_n + width, device=device)
     newest = lengths[:, None] + torch.arange(width, device=device)
     one = _dense(query, own, place <= newest[..., None], dim**-0.5)
-    of_row = tuple(x[groups.prefix.clamp(min=0)] for x in prefix)
-    seen = torch.where(groups.prefix >= 0, groups.lengths[groups.prefix.clamp(min=0)], 0)
+    of_row = Segment(*(x[groups.prefix_of_row.clamp(min=0)] for x in prefix))
+    seen = torch.where(
+        groups.prefix_of_row >= 0, groups.prefix_lengths[groups.prefix_of_row.clamp(min=0)], 0
+    )
     sees = torch.arange(prefix_n, device=device) < seen[:, None, None]
-    want, whole = attention.merge(one, _dense(query, of_row, sees.expand(-1, width, -1), dim**-0.5))
+    want, whole = attention.merge_partials(
+        one, _dense(query, of_row, sees.expand(-1, width, -1), dim**-0.5)
+    )
     return max(_off(out, want), _off(lse, whole))
 
 
@@ -196,7 +202,7 @@ def _chunk(device: str, dtype: torch.dtype, size: tuple[int, ...]) -> float:
     new = _segment(device, dtype, 1, kv_heads, text, dim)
     out, lse = attention.attend_chunk(query, [before], new, dim**-0.5)
     sees = torch.ones(1, text, past + text, dtype=torch.bool, device=device).tril(past)
-    joined = tuple(torch.cat(pair, dim=2) for pair in zip(before, new, strict=True))
+    joined = Segment(*(torch.cat(pair, dim=2) for pair in zip(before, new, strict=True)))
     want, whole = _dense(query, joined, sees, dim**-0.5)
     return max(_off(out, want), _off(lse, whole))
 
@@ -206,20 +212,21 @@ def _low_bit(
 ) -> float:
     """own: Triton's where PyTorch's would serve."""
     weight, x = (torch.randn(*s, device=device).to(dtype) for s in (size, (8, size[1])))
-    levels, scale = levels_of(weight, bits)
-    want = F.linear(x.double(), unpacked(levels, scale, bits).double())
+    levels, scale = quantize(weight, bits)
+    want = F.linear(x.double(), dequantize(levels, scale, bits).double())
     if own:
         return _off(
-            triton_low_bit.product(x, triton_low_bit.pack_plainly(levels, scale, bits)), want
+            triton_low_bit.triton_product(x, triton_low_bit.pack_for_triton(levels, scale, bits)),
+            want,
         )
-    return _off(low_bit_linear(x, pack(weight, bits), None), want)
+    return _off(low_bit_linear(x, pack_weight(weight, bits), None), want)
 
 
 def _sparse(device: str, dtype: torch.dtype, size: tuple[int, int]) -> float:
     weight, x = (torch.randn(*s, device=device).to(dtype) for s in (size, (2, size[1])))
     want = F.linear((x * (x.abs() > 1)).double(), weight.double())
     return _off(
-        triton_sparse_linear.sparse_linear(x, triton_sparse_linear.by_channel(weight), None, 1.0),
+        triton_sparse_linear.sparse_linear(x, channel_major(weight), None, 1.0),
         want,
     )
 
@@ -238,7 +245,7 @@ def _fixed(device: str, dtype: torch.dtype) -> float:
     own = _segment(device, dtype, 2, 2, 1536, 32)
 
     def attend(order: list[int], before: list[int]) -> torch.Tensor:
-        rows = (own[0][order], own[1][order])
+        rows = Segment(own.key[order], own.value[order])
         at = torch.tensor(before, device=device)
         return triton_attention.attend_rows(
             query[order], rows, at, None, groups=None, scale=0.2, fixed=True

@@ -18,7 +18,7 @@ from jobs.suites.gpu.shapes import Shape
 from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import Round, Slots, decode_round, draft, look_up
 from std_core.engine.cuda_graphs import Captured, pool_bytes, recorder_of
-from std_core.kernels.attention import Groups
+from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.cache import Cache, ChunkStep
 from std_core.model.drafters import drafter_of, weight_bytes
 from std_core.model.families import FAMILIES
@@ -178,7 +178,9 @@ def filled_slots(model: Model, count: int, context: int) -> Slots:
     slots.reserve_history(context + WRITTEN)
     slots.history.random_(1, model.vocabulary)
     slots.active.fill_(True)
-    slots.groups = Groups.of(list(range(count)), [shared] * count, model.device, fixed=True)
+    slots.groups = PrefixGroups.from_lists(
+        list(range(count)), [shared] * count, model.device, fixed=True
+    )
     _begin(slots, context)
     return slots
 

@@ -21,12 +21,10 @@ import torch
 import triton
 
 from jobs.suites.gpu import checks, grid, shapes
-from pipeline.command_line import (
-    parse_flags,
-)
+from jobs.suites.shared import triton_interpreter
+from pipeline.command_line import parse_flags
 from pipeline.records import UsageError
-from std_core.kernels.devices import TRITON
-from std_core.kernels.flash_attention import path as prefill_kernel
+from std_core.kernels.flash_attention import kernel_name as prefill_kernel
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     tiny = flags.device == "cpu"
     if not tiny:
         return _measured(flags, tiny)
-    TRITON.add("cpu")
-    try:
+    with triton_interpreter.triton_on_cpu():
         return _measured(flags, tiny)
-    finally:
-        TRITON.discard("cpu")
 
 
 def _check(flags: Flags) -> None:

@@ -1,7 +1,8 @@
-"""Matrix products of Triton's interpreter, as the GPU kernels' tests and the rehearsal of the suite
-`gpu` need them.
+"""Triton's interpreter in place of a GPU, for tests and for the rehearsal of the suite `gpu`.
 
-The interpreter computes `tl.dot` with `numpy.matmul`. Two of its properties differ from a GPU's:
+`triton_on_cpu` sends CPU tensors to the Triton kernels; the interpreter runs them if
+TRITON_INTERPRET=1 was set before Triton was imported. The other two functions replace the
+interpreter's `tl.dot`, which calls `numpy.matmul` and differs from a GPU's in two properties:
 
 - it keeps bfloat16 as untyped 16-bit integers and multiplies these as integers (Triton 3.8);
 - it calls the BLAS library, whose kernels sum a row of the product in an order that may depend on
@@ -19,6 +20,16 @@ from unittest import mock
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
+
+from std_core.kernels import dispatch
+
+
+@contextmanager
+def triton_on_cpu() -> Iterator[None]:
+    """CPU tensors are computed by the Triton kernels."""
+    devices = dispatch.TRITON_DEVICES | {"cpu"}
+    with mock.patch.object(dispatch, "TRITON_DEVICES", devices):
+        yield
 
 
 @contextmanager

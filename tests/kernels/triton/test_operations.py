@@ -1,5 +1,6 @@
-"""Mass, gather and the cheap products on a GPU against the CPU's, which have definitions of their
-own."""
+"""Attention mass, gather, sparse and low-bit products on a GPU against the CPU's versions, which
+have tests against definitions.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from std_core.kernels.attention import attend_chunk
 from std_core.kernels.attention_mass import attention_mass
 from std_core.kernels.gather import gather_entries
-from std_core.kernels.low_bit import GROUP, levels_of, low_bit_linear, pack, unpacked
-from std_core.kernels.sparse_linear import sparse_linear
+from std_core.kernels.low_bit import low_bit_linear, pack_weight
+from std_core.kernels.shared.low_bit_format import GROUP_SIZE, dequantize, quantize
+from std_core.kernels.shared.segments import Segment
+from std_core.kernels.sparse_linear import channel_major, sparse_linear
 from std_core.kernels.triton import attention_mass as triton_attention_mass
 from std_core.kernels.triton import gather as triton_gather
 from std_core.kernels.triton import low_bit as triton_low_bit
@@ -32,26 +35,26 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
     st.sampled_from([(), (2,)]),
     st.integers(0, 2**31),
 )
-def test_attention_mass(
+def test_attention_mass_equals_the_cpu_version(
     device: str,
     dtype: torch.dtype,
     heads: tuple[int, int],
     size: tuple[int, int, int],
-    lead: tuple[int, ...],
+    batch: tuple[int, ...],
     seed: int,
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     text, visual, dim = size
-    query = torch.randn(*lead, heads[0], text, dim, generator=rng).to(dtype)
-    key = torch.randn(*lead, heads[1], visual, dim, generator=rng).to(dtype)
-    whole = (
+    query = torch.randn(*batch, heads[0], text, dim, generator=rng).to(dtype)
+    key = torch.randn(*batch, heads[1], visual, dim, generator=rng).to(dtype)
+    logsumexp = (
         query.float()
         @ key.float().repeat_interleave(heads[0] // heads[1], -3).transpose(-1, -2)
         * 0.1
     ).logsumexp(-1)
-    want = attention_mass(query.double(), key.double(), whole, 0.1)
+    want = attention_mass(query.double(), key.double(), logsumexp, 0.1)
     got = triton_attention_mass.attention_mass(
-        query.to(device), key.to(device), whole.to(device), 0.1
+        query.to(device), key.to(device), logsumexp.to(device), 0.1
     )
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-5)
@@ -64,20 +67,20 @@ def test_attention_mass(
     st.integers(0, 70),
     st.integers(0, 2**31),
 )
-def test_gather(
+def test_gather_equals_the_cpu_version(
     device: str, dtype: torch.dtype, size: tuple[int, int, int], count: int, seed: int
 ) -> None:
-    """Off a longer cache, of which entries are a part."""
+    """From a slice of a longer cache, which is not contiguous."""
     rng = torch.Generator().manual_seed(seed)
     heads, length, dim = size
     cache = torch.randint(-100, 100, (heads, length + 5, dim), generator=rng).to(dtype)[:, :length]
-    chosen = torch.randint(0, length, (heads, count), generator=rng)
-    got = triton_gather.gather_entries(cache.to(device), chosen.to(device))
-    assert torch.equal(got.cpu(), gather_entries(cache, chosen))
+    indices = torch.randint(0, length, (heads, count), generator=rng)
+    got = triton_gather.gather_entries(cache.to(device), indices.to(device))
+    assert torch.equal(got.cpu(), gather_entries(cache, indices))
 
 
 SIZES = st.tuples(
-    st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 20).map(lambda n: GROUP * n)
+    st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 20).map(lambda n: GROUP_SIZE * n)
 )
 
 
@@ -90,7 +93,7 @@ SIZES = st.tuples(
     st.booleans(),
     st.integers(0, 2**31),
 )
-def test_sparse_product(
+def test_sparse_linear_equals_the_cpu_version(
     device: str,
     dtype: torch.dtype,
     size: tuple[int, int],
@@ -99,7 +102,7 @@ def test_sparse_product(
     biased: bool,
     seed: int,
 ) -> None:
-    """In either layout of the weight."""
+    """With a row-major and a channel-major weight."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(2, rows, size[1], generator=rng).to(dtype)
     weight = torch.randn(*size, generator=rng).to(dtype)
@@ -107,7 +110,7 @@ def test_sparse_product(
     want = sparse_linear(
         x.double(), weight.double(), None if bias is None else bias.double(), threshold
     )
-    for w in (weight.to(device), triton_sparse_linear.by_channel(weight.to(device))):
+    for w in (weight.to(device), channel_major(weight.to(device))):
         got = triton_sparse_linear.sparse_linear(
             x.to(device), w, None if bias is None else bias.to(device), threshold
         )
@@ -127,7 +130,7 @@ def test_channels_that_no_row_activates_are_not_read(device: str) -> None:
 @given(
     DTYPES, SIZES, st.integers(1, 9), st.sampled_from([4, 8]), st.booleans(), st.integers(0, 2**31)
 )
-def test_low_bit_product(
+def test_low_bit_linear_equals_the_product_of_the_dequantized_weight(
     device: str,
     dtype: torch.dtype,
     size: tuple[int, int],
@@ -141,49 +144,49 @@ def test_low_bit_product(
         torch.randn(*shape, generator=rng).to(dtype) for shape in (size, (2, rows, size[1]))
     )
     bias = torch.randn(size[0], generator=rng).to(dtype) if biased else None
-    packed = triton_low_bit.pack(weight.to(device), bits)
+    packed = triton_low_bit.pack_weight(weight.to(device), bits)
     assert packed.weight.numel() * packed.weight.element_size() == weight.numel() * bits // 8
     got = triton_low_bit.low_bit_linear(
         x.to(device), packed, None if bias is None else bias.to(device)
     )
     assert got.dtype == dtype
-    plain = unpacked(*levels_of(weight, bits), bits).double()
-    want = F.linear(x.double(), plain, None if bias is None else bias.double())
+    dequantized = dequantize(*quantize(weight, bits), bits).double()
+    want = F.linear(x.double(), dequantized, None if bias is None else bias.double())
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got.cpu().double(), want, rtol=tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_product_is_spread_over_its_input_channels(device: str, bits: int) -> None:
-    """As many channels as real models have, few outputs: several partial sums."""
+def test_low_bit_product_with_split_input_channels(device: str, bits: int) -> None:
+    """Many input and few output channels: several partial sums per output."""
     weight = torch.randn(16, 3584)
     x = torch.randn(8, 3584)
-    packed = triton_low_bit.pack(weight.to(device), bits)
-    want = x @ unpacked(*levels_of(weight, bits), bits).T
+    packed = triton_low_bit.pack_weight(weight.to(device), bits)
+    want = x @ dequantize(*quantize(weight, bits), bits).T
     torch.testing.assert_close(
         triton_low_bit.low_bit_linear(x.to(device), packed, None).cpu(), want, rtol=1e-3, atol=1e-3
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chunk_of_prefill_goes_to_the_fused_kernels(dtype: torch.dtype) -> None:
-    """By shapes alone, on a GPU that is not there: PyTorch's operators take what they are given."""
+def test_prefill_uses_pytorchs_fused_kernels(dtype: torch.dtype) -> None:
+    """Shapes only, with fake tensors: the operators accept the arguments."""
     with FakeTensorMode():
         query = torch.empty(1, 28, 50, 128, dtype=dtype, device="cuda")
         past, new = (
-            (torch.empty(1, 4, n, 128, dtype=dtype, device="cuda"),) * 2 for n in (300, 50)
+            Segment(*[torch.empty(1, 4, n, 128, dtype=dtype, device="cuda")] * 2) for n in (300, 50)
         )
         out, lse = attend_chunk(query, [past], new, 0.1)
     assert out.shape == query.shape and out.dtype == dtype
     assert lse.shape == query.shape[:3] and lse.dtype == torch.float32
 
 
-def test_a_4_bit_product_goes_to_pytorchs_kernel() -> None:
+def test_4_bit_bfloat16_uses_pytorchs_packed_product() -> None:
     with FakeTensorMode():
         weight, x = (
             torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
             for shape in ((3584, 18944), (8, 18944))
         )
-        packed = pack(weight, 4)
+        packed = pack_weight(weight, 4)
         assert packed.weight.dtype == torch.int32 and packed.weight.numel() * 8 == weight.numel()
         assert low_bit_linear(x, packed, None).shape == (8, 3584)

@@ -9,7 +9,6 @@ from std_core.cost_model import memory
 from std_core.cost_model.account import ModelSize
 from std_core.cost_model.memory import HELD, LongestRequest, most_slots, terms, total
 from std_core.engine.prefill import OBSERVERS
-from std_core.kernels.attention import SPLIT
 from std_core.model import checkpoint
 from std_core.types import Draft
 
@@ -113,4 +112,4 @@ def test_slots_fit_and_one_more_does_not(
 
 
 def test_a_prompts_end_is_where_prefill_cuts_it() -> None:
-    assert memory.TAIL == checkpoint.TAIL and memory.STEP == SPLIT and memory.ASKED == OBSERVERS
+    assert memory.TAIL == checkpoint.TAIL and memory.ASKED == OBSERVERS

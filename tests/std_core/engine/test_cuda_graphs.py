@@ -15,14 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobs.suites.gpu import grid
-from jobs.suites.shared import tiny_models
+from jobs.suites.shared import tiny_models, triton_interpreter
 from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import Round, Slots, decode_round, draft
 from std_core.engine import batch
 from std_core.engine.cuda_graphs import Body, Replay, pool_bytes
 from std_core.engine.engine import Engine
-from std_core.kernels.attention import SPLIT
-from std_core.kernels.devices import TRITON
+from std_core.kernels.shared.constants import SPLIT_SIZE
 from std_core.types import Draft, Pace, Request, Sampling
 
 WAITS = (
@@ -114,9 +113,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
         return recorder.slots[-1]
 
     monkeypatch.setattr(Slots, "empty", noted)
-    TRITON.add("cpu")
-    yield recorder  # type: ignore[misc]
-    TRITON.discard("cpu")
+    with triton_interpreter.triton_on_cpu():
+        yield recorder  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module")
@@ -220,4 +218,4 @@ def test_the_pools_take_what_was_foretold(llama: Engine, stand_in: StandIn) -> N
     assert taken == pool_bytes(
         entry, 2, prompt, shared, visual=shared, limit=ASKED[2].sampling.max_tokens, draft=draft
     )
-    assert taken % (entry * SPLIT) == 0
+    assert taken % (entry * SPLIT_SIZE) == 0

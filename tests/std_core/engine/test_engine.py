@@ -489,7 +489,7 @@ def halves(tiny_model: Path) -> Callable[..., Engine]:
 @pytest.fixture
 def plain_halves(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """The same on PyTorch's operations alone, whose sums depend on the shapes they are made in."""
-    monkeypatch.setattr(loader, "serves", lambda name, of: False)
+    monkeypatch.setattr(loader, "supports", lambda name, of: False)
     loaded = Engine.load(str(tiny_model), dtype="bfloat16")
     return lambda **settings: Engine(loaded.model, loaded.checkpoint, **settings)
 
@@ -544,7 +544,7 @@ def test_our_cpu_kernels_need_no_strict(
     """A row's sums are the same in any company and at any width, so bfloat16 texts are those of
     each request alone."""
     engine = halves(max_num_seqs=1)
-    if not loader.serves("linear", engine.model.embedding.weight):
+    if not loader.supports("linear", engine.model.embedding.weight):
         pytest.skip("no AVX512_BF16 or no compiler here")
     alone = _texts(engine, various, None)
     for draft in (None, *DRAFTS):

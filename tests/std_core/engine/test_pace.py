@@ -169,7 +169,7 @@ def test_strict_texts_are_the_dense_loops_in_bfloat16_at_any_pace(
     tiny_model: Path, ragged: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On PyTorch's operations, whose sums depend on the shapes they are made in."""
-    monkeypatch.setattr(loader, "serves", lambda name, of: False)
+    monkeypatch.setattr(loader, "supports", lambda name, of: False)
     engine = Engine.load(str(tiny_model), dtype="bfloat16", max_num_seqs=3, strict=WIDEST + 1)
     expected = texts(engine.run(ragged, None))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from std_core.engine.engine import Engine
-from std_core.kernels.sparse_linear import sparsified
+from std_core.kernels.sparse_linear import sparsify
 from std_core.model.drafters import SparseLinear, drafter_of, projections
 from std_core.model.sparsity import recorded, thresholds
 from std_core.types import Draft, Request, Sampling
@@ -39,7 +39,7 @@ def test_a_layer_reads_the_share_that_was_asked_for(keep: float, seed: int) -> N
         read = total = 0.0
         for name, linear in projections(decoder):
             if name.split(".")[1] == layer:
-                share = float((sparsified(seen[name], found[name]) != 0).float().mean())
+                share = float((sparsify(seen[name], found[name]) != 0).float().mean())
                 read = read + share * linear.weight.numel()
                 total = total + linear.weight.numel()
         assert abs(read / total - keep) < 0.01

@@ -1,0 +1,137 @@
+"""`attend_rows`, `attend_chunk` and `write_rows` in C++ (attention.cpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from std_core.kernels.cpu import loader
+from std_core.kernels.shared.segments import Attention, PrefixGroups, Segment
+
+
+def available(query: torch.Tensor) -> bool:
+    """Whether there are kernels for the query's device, dtype and head size."""
+    return loader.supports("attend_rows", query) and query.shape[3] % 32 == 0
+
+
+def supports(query: torch.Tensor, segments: Iterable[Segment]) -> bool:
+    """Whether the kernels accept these tensors: entries of a head must be contiguous."""
+    return available(query) and all(
+        x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.dtype == query.dtype
+        for segment in segments
+        for x in segment
+    )
+
+
+def supports_write(cache: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether `write_rows` accepts these tensors."""
+    return loader.supports("write_rows", cache) and new.stride(3) == 1
+
+
+def attend_rows(
+    query: torch.Tensor,
+    own: Segment,
+    lengths: torch.Tensor,
+    prefix: Segment | None,
+    groups: PrefixGroups | None,
+    scale: float,
+) -> Attention:
+    """See `std_core.kernels.attention.attend_rows`. Keys and values have the same strides."""
+    query = query.contiguous()
+    rows, heads, width, dim = query.shape
+    output = torch.empty_like(query)
+    logsumexp = query.new_empty(rows, heads, width, dtype=torch.float32)
+    loader.call(
+        "attend_rows",
+        query.dtype,
+        query=query.data_ptr(),
+        key=own.key.data_ptr(),
+        value=own.value.data_ptr(),
+        row_stride=own.key.stride(0),
+        head_stride=own.key.stride(1),
+        lengths=lengths.data_ptr(),
+        **_prefix_arguments(prefix, groups),
+        rows=rows,
+        heads=heads,
+        kv_heads=own.key.shape[1],
+        width=width,
+        dim=dim,
+        scale=scale,
+        output=output.data_ptr(),
+        logsumexp=logsumexp.data_ptr(),
+        threads=torch.get_num_threads(),
+    )
+    return Attention(output, logsumexp)
+
+
+def _prefix_arguments(prefix: Segment | None, groups: PrefixGroups | None) -> dict[str, int]:
+    if prefix is None or groups is None:
+        return {
+            "prefix_key": 0,
+            "prefix_value": 0,
+            "prefix_stride": 0,
+            "prefix_head_stride": 0,
+            "prefix_of_row": 0,
+            "prefix_lengths": 0,
+            "prefixes": 0,
+        }
+    return {
+        "prefix_key": prefix.key.data_ptr(),
+        "prefix_value": prefix.value.data_ptr(),
+        "prefix_stride": prefix.key.stride(0),
+        "prefix_head_stride": prefix.key.stride(1),
+        "prefix_of_row": groups.prefix_of_row.data_ptr(),
+        "prefix_lengths": groups.prefix_lengths.data_ptr(),
+        "prefixes": len(groups.prefix_lengths),
+    }
+
+
+def attend_chunk(query: torch.Tensor, segments: list[Segment], scale: float) -> Attention:
+    """See `std_core.kernels.attention.attend_chunk`; the chunk itself is the last segment."""
+    query = query.contiguous()
+    _, heads, width, dim = query.shape
+    output = torch.empty_like(query)
+    logsumexp = query.new_empty(1, heads, width, dtype=torch.float32)
+    # an array of the struct ChunkSegment in attention.cpp: four 64-bit fields each
+    table = torch.tensor(
+        [(k.data_ptr(), v.data_ptr(), k.stride(1), k.shape[2]) for k, v in segments],
+        dtype=torch.int64,
+    )
+    loader.call(
+        "attend_chunk",
+        query.dtype,
+        query=query.data_ptr(),
+        segments=table.data_ptr(),
+        num_segments=len(segments),
+        heads=heads,
+        kv_heads=segments[0].key.shape[1],
+        width=width,
+        dim=dim,
+        scale=scale,
+        output=output.data_ptr(),
+        logsumexp=logsumexp.data_ptr(),
+        threads=torch.get_num_threads(),
+    )
+    return Attention(output, logsumexp)
+
+
+def write_rows(cache: torch.Tensor, lengths: torch.Tensor, new: torch.Tensor) -> None:
+    """See `std_core.kernels.attention.write_rows`."""
+    rows, kv_heads, width, dim = new.shape
+    loader.call(
+        "write_rows",
+        cache.dtype,
+        new=new.data_ptr(),
+        row_stride=new.stride(0),
+        head_stride=new.stride(1),
+        token_stride=new.stride(2),
+        cache=cache.data_ptr(),
+        cache_row_stride=cache.stride(0),
+        cache_head_stride=cache.stride(1),
+        lengths=lengths.data_ptr(),
+        rows=rows,
+        kv_heads=kv_heads,
+        width=width,
+        dim=dim,
+    )

@@ -198,10 +198,10 @@ def run_job(
                 decoded = drive(
                     job,
                     pool,
-                    facts.window,
-                    recorder.answered,
-                    monitor,
-                    tick=output.flush_due,
+                    max_model_len=facts.window,
+                    on_answer=recorder.answered,
+                    observer=monitor,
+                    on_step=output.flush_due,
                     **driving,
                 )
             output.flush()

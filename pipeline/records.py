@@ -289,3 +289,23 @@ class FailedRequest:
 
 
 ProbedRequest = PlannedRequest | FailedRequest
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """Counts of the driver's state at one moment: requests without a row by stage, and engines."""
+
+    decoding: int = 0  # videos
+    waiting: int = 0  # decoded requests that no engine has yet
+    in_engine: int = 0  # requests fed to an engine and not answered
+    engines: int = 1  # running
+    starting: int = 0  # engines requested and not running yet
+    deaths: int = 0  # engines lost so far
+    suspects: int = 0  # requests that wait to run again because their engine died
+    frame_bytes: int = 0  # of frames that are decoding or kept
+    peak_frame_bytes: int = 0  # maximum of `frame_bytes` so far
+
+    @property
+    def decoded(self) -> int:
+        """Requests whose frames are decoded: in an engine or waiting for one."""
+        return self.waiting + self.in_engine + self.suspects

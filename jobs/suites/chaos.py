@@ -35,7 +35,7 @@ from pipeline.command_line import (
 from pipeline.config import (
     ROOT,
 )
-from pipeline.driver.decode_queue import DECODES
+from pipeline.driver.decode_queue import MAX_DECODE_ATTEMPTS
 from pipeline.records import RunError, UsageError
 
 BUCKET = "s3://chaos"
@@ -286,7 +286,7 @@ class _Storm:
                 # a part has a row at least; some that were answered before wait for theirs, and the
                 # suspects are next
                 safe = parts + self.flags.part + 2 * self.flags.max_num_seqs
-            elif hit < DECODES - 1 and self._due(
+            elif hit < MAX_DECODE_ATTEMPTS - 1 and self._due(
                 "decoder", life
             ):  # one more might be the last try at one video
                 hit += self._kill("decoder", family, DECODERS)

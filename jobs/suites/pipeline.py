@@ -19,7 +19,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.suites.shared.stubs import Listed, decode_stub, load_stub, planned, write_stub
+from jobs.suites.shared.stubs import (
+    FixedWaves,
+    decode_stub_video,
+    load_stub_engine,
+    stub_request,
+    write_stub_video,
+)
 from pipeline.command_line import (
     parse_flags,
 )
@@ -28,9 +34,8 @@ from pipeline.config import (
 )
 from pipeline.driver import replica as replica_module
 from pipeline.driver.cluster import cluster, drive, engine_share
-from pipeline.driver.replica import RunSnapshot
 from pipeline.job import run_job
-from pipeline.records import CompletedRequest, UsageError
+from pipeline.records import CompletedRequest, RunSnapshot, UsageError
 
 LINKS = 20_000  # names per file, at most, in the manifest's archive
 
@@ -75,7 +80,7 @@ class _Measured:
     began: float = 0.0  # when the first request was begun
     ended: float = 0.0
     worked: float = 0.0  # s inside the engine
-    flow: RunSnapshot = field(default_factory=RunSnapshot)
+    snapshot: RunSnapshot = field(default_factory=RunSnapshot)
 
     def emit(self, answer: CompletedRequest) -> None:
         """One request's result."""
@@ -88,9 +93,9 @@ class _Measured:
         """What bounds it."""
         self.bound = where["max_bytes_in_flight"]
 
-    def update(self, flow: RunSnapshot) -> None:
+    def update(self, snapshot: RunSnapshot) -> None:
         """What is where."""
-        self.flow = flow
+        self.snapshot = snapshot
 
     @property
     def busy(self) -> float:
@@ -98,12 +103,15 @@ class _Measured:
 
     @property
     def memory(self) -> dict[str, int]:
-        return {"most_bytes_in_flight": self.flow.most_nbytes, "max_bytes_in_flight": self.bound}
+        return {
+            "most_bytes_in_flight": self.snapshot.peak_frame_bytes,
+            "max_bytes_in_flight": self.bound,
+        }
 
 
 def _measure(flags: Flags) -> _Measured:
     """One engine with one slot; frames in flight are bounded to six videos."""
-    requests = [planned(number) for number in range(flags.requests)]
+    requests = [stub_request(number) for number in range(flags.requests)]
     size = (
         len(requests[0].frame_plan.times)
         * requests[0].frame_plan.height
@@ -112,9 +120,17 @@ def _measure(flags: Flags) -> _Measured:
     )
     job = Job(max_num_seqs=1, max_bytes_in_flight=6 * size)
     seen = _Measured()
-    load = partial(load_stub, seconds=flags.seconds)
-    decode = partial(decode_stub, seconds=_decoders(job) * flags.seconds / flags.speed)
-    drive(job, Listed(requests, 1), 4096, seen.emit, seen, load=load, decode=decode)
+    load = partial(load_stub_engine, seconds=flags.seconds)
+    decode = partial(decode_stub_video, seconds=_decoders(job) * flags.seconds / flags.speed)
+    drive(
+        job,
+        FixedWaves(requests, 1),
+        max_model_len=4096,
+        on_answer=seen.emit,
+        observer=seen,
+        load=load,
+        decode=decode,
+    )
     return seen
 
 
@@ -148,7 +164,9 @@ def _manifest(flags: Flags) -> dict[str, Any]:
         began = time.time()
         first = Path(folder) / "first"
         job = Job(input=source, output=str(Path(folder) / "out"), max_num_seqs=64)
-        summary = run_job(job, load=partial(load_stub, begun=str(first)), decode=decode_stub)
+        summary = run_job(
+            job, load=partial(load_stub_engine, begun=str(first)), decode=decode_stub_video
+        )
         waited = first.stat().st_mtime - began
     return {
         "manifest_requests": summary["requests"],
@@ -167,7 +185,7 @@ def _archive(flags: Flags, folder: Path) -> str:
     for number in range(count):
         original = folder / f"{number // LINKS}.original"
         if number % LINKS == 0:
-            write_stub(original)
+            write_stub_video(original)
         os.link(original, folder / f"{number}.mp4")
     rows = range(flags.manifest)
     videos = [str(folder / f"{number * count // flags.manifest}.mp4") for number in rows]

@@ -21,7 +21,7 @@ class WorkerLost(Exception):
         self.why = why
 
 
-class Waves(Protocol):
+class WaveSource(Protocol):
     """Where waves come from, as they are made."""
 
     def begin(self, device: Device, engines: int) -> None:
@@ -32,13 +32,13 @@ class Waves(Protocol):
     def closed(self) -> bool:
         """Whether all were taken."""
 
-    def take(self, hungry: bool) -> Wave | None:
-        """The next one, if there is one by now; `hungry`: somebody has nothing to do until then."""
+    def take(self, engine_idle: bool) -> Wave | None:
+        """The next one, if there is one by now; `engine_idle`: somebody has nothing to do until then."""
 
-    def through(self, wave: Wave, results: Sequence[Result]) -> None:
+    def complete(self, wave: Wave, results: Sequence[Result]) -> None:
         """All of its requests are answered; `results` are of those that ran as the wave says."""
 
-    def shrink(self, slots: int) -> None:
+    def limit_slots(self, slots: int) -> None:
         """From now on no wave has more slots than so many."""
 
 

@@ -14,37 +14,37 @@ import ray
 import ray.util.metrics
 
 from pipeline.config import ROOT, Job
-from pipeline.driver.backend import Waves
+from pipeline.driver.backend import WaveSource
 from pipeline.driver.decode_queue import Intake
 from pipeline.driver.decode_task import Decode
 from pipeline.driver.feeder import Handover
 from pipeline.driver.fleet import Emit, Fleet
 from pipeline.driver.ray_backend import EngineLoader, RayBackend, device_of, load_engine
-from pipeline.driver.replica import Replica, RunSnapshot
-from pipeline.records import RunError
+from pipeline.driver.replica import Replica
+from pipeline.records import RunError, RunSnapshot
 from pipeline.video import frames
 
 STARTS = 3  # tries to start Ray on this machine
 
 
-class Watcher(Protocol):
+class RunObserver(Protocol):
     """Who is told how a run goes, as `pipeline.report.monitor.RunMonitor` is."""
 
     def attach_metrics(self, instruments: Any, **where: Any) -> None:
         """Once there are engines: metrics, and figures of the run."""
 
-    def update(self, flow: RunSnapshot) -> None:
+    def update(self, snapshot: RunSnapshot) -> None:
         """At every turn of the driver."""
 
 
 def drive(
     job: Job,
-    waves: Waves,
-    max_model_len: int,
-    emit: Emit,
-    watch: Watcher,
+    waves: WaveSource,
     *,
-    tick: Callable[[], None] = lambda: None,
+    max_model_len: int,
+    on_answer: Emit,
+    observer: RunObserver,
+    on_step: Callable[[], None] = lambda: None,
     load: EngineLoader = load_engine,
     decode: Decode = frames.decode,
 ) -> int:
@@ -67,7 +67,7 @@ def drive(
             settings[name] = getattr(job, name)
         waves.begin(device_of(settings["device"]), count)
         bound = job.max_bytes_in_flight or int(ray.cluster_resources()["object_store_memory"] / 4)
-        watch.attach_metrics(
+        observer.attach_metrics(
             ray.util.metrics, engines=count, device=settings["device"], max_bytes_in_flight=bound
         )
         backend = RayBackend(load, decoder=decode, job=job, options=options, settings=settings)
@@ -79,9 +79,9 @@ def drive(
         fleet = Fleet(
             job,
             waves=waves,
-            emit=emit,
-            tick=tick,
-            notice=watch.update,
+            emit=on_answer,
+            tick=on_step,
+            notice=observer.update,
             backend=backend,
             replicas=replicas,
             intake=intake,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.driver import replica as replica_module
-from pipeline.driver.backend import Backend, Waves, WorkerLost
+from pipeline.driver.backend import Backend, WaveSource, WorkerLost
 from pipeline.driver.replica import Replica, Video
 from pipeline.records import Frames, PlannedRequest, RequestError
 
-DECODES = 3  # tries at a video whose decoding process dies
+MAX_DECODE_ATTEMPTS = 3  # tries at a video whose decoding process dies
 # what a row says of a process that ended
 CODES = {"worker_killed": "decode_error", "lost": "decode_crashed", "crashed": "decode_crashed"}
 
@@ -33,7 +33,7 @@ class Intake:
     or held."""
 
     backend: Backend
-    waves: Waves
+    waves: WaveSource
     replicas: list[Replica]
     bound: int
     decoding: dict[Any, tuple[Video, Replica, list[PlannedRequest], Any]] = field(
@@ -71,7 +71,10 @@ class Intake:
     def _source(self, replica: Replica) -> deque[Video]:
         """What is coming for the lane; where there is no wave left, for the one that has the most
         to come."""
-        if not replica.coming and (wave := self.waves.take(hungry=not replica.ahead)) is not None:
+        if (
+            not replica.coming
+            and (wave := self.waves.take(engine_idle=not replica.ahead)) is not None
+        ):
             replica.coming.extend(replica_module.videos(wave))
         return replica.coming or max((other.coming for other in self.replicas), key=len)
 
@@ -99,7 +102,7 @@ class Intake:
         known = self._known(reference)
         if isinstance(known, RequestError) and known.code == "decode_crashed":
             video.crashes += 1
-            if video.crashes < DECODES:
+            if video.crashes < MAX_DECODE_ATTEMPTS:
                 self.decode(video, replica, requests)  # somebody else may have killed the process
                 return None
         self.decoded += 1

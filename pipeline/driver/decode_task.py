@@ -13,14 +13,14 @@ from pipeline.records import FramePlan, Frames, RequestError, VideoInfo
 from pipeline.video.frames import Limits
 
 NO_PIXELS = np.empty((0, 0, 0, 3), np.uint8)
-DECODES = (
+MAX_DECODES_PER_PROCESS = (
     500  # videos that a process decodes before another takes its place: what leaks is given back
 )
 
 Decode = Callable[[str, VideoInfo, FramePlan, Limits], Frames]
 
 
-@ray.remote(num_cpus=1, num_returns=2, max_retries=0, max_calls=DECODES)
+@ray.remote(num_cpus=1, num_returns=2, max_retries=0, max_calls=MAX_DECODES_PER_PROCESS)
 def decode_video(
     decode: Decode, info: VideoInfo, plan: FramePlan, deadline: float
 ) -> tuple[Frames | RequestError, np.ndarray]:

@@ -15,12 +15,12 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.driver.backend import (
     Backend,
-    Waves,
+    WaveSource,
     WorkerLost,
 )
 from pipeline.driver.decode_queue import Intake
 from pipeline.driver.feeder import Handover
-from pipeline.driver.replica import Replica, RunSnapshot
+from pipeline.driver.replica import Replica
 from pipeline.records import (
     RESUME_HINT,
     CompletedRequest,
@@ -28,6 +28,7 @@ from pipeline.records import (
     PlannedRequest,
     RequestError,
     RunError,
+    RunSnapshot,
 )
 from std_core.types import Result
 
@@ -53,7 +54,7 @@ class Fleet:
     answered."""
 
     job: Job
-    waves: Waves
+    waves: WaveSource
     emit: Emit
     tick: Callable[[], None]
     notice: Callable[[RunSnapshot], None]
@@ -86,7 +87,7 @@ class Fleet:
             self.step()
             self.watch()
             self.tick()
-            self.notice(self.flow)
+            self.notice(self.snapshot)
 
     def close(self) -> None:
         """Ends what runs; else its resources stay taken for as long as anything here still names
@@ -115,19 +116,19 @@ class Fleet:
             self.tick()
 
     @property
-    def flow(self) -> RunSnapshot:
+    def snapshot(self) -> RunSnapshot:
         engines = sum(replica.up for replica in self.replicas)
         return RunSnapshot(
             decoding=len(self.intake.decoding),
             waiting=sum(len(replica.queue) for replica in self.replicas)
             + len(self.handover.returned),
-            held=sum(len(replica.held) for replica in self.replicas),
+            in_engine=sum(len(replica.held) for replica in self.replicas),
             engines=engines,
             starting=len(self.replicas) - engines,
             deaths=self.deaths,
             suspects=sum(len(group.requests) for group in self.handover.suspects.waiting),
-            nbytes=self.intake.nbytes,
-            most_nbytes=self.intake.most_nbytes,
+            frame_bytes=self.intake.nbytes,
+            peak_frame_bytes=self.intake.most_nbytes,
         )
 
     # --------------------------------------------------------------------------------- what decodes
@@ -267,7 +268,7 @@ class Fleet:
         if setup == turn.wave.engine_config:
             turn.results.append(result)
         if not turn.left:
-            self.waves.through(turn.wave, turn.results)
+            self.waves.complete(turn.wave, turn.results)
         attempts = self.handover.handed.pop(result.request_id, 0) or video.tries
         draft = (setup or turn.wave.engine_config).draft
         self.emit(CompletedRequest(request, video.frames_of(request), result, attempts, draft))
@@ -309,7 +310,7 @@ class Fleet:
 
     def _shrink(self, slots: int) -> None:
         """In all engines: what was planned is too much for one of them."""
-        self.waves.shrink(slots)
+        self.waves.limit_slots(slots)
         for replica in self.replicas:
             replica.slots = min(replica.slots, slots)
 

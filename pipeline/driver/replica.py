@@ -144,23 +144,3 @@ class Replica:
         self.turn = 0
         self.retires = self.arrived = False
         return held
-
-
-@dataclass(frozen=True)
-class RunSnapshot:
-    """Where the requests are that have no row yet, and what engines did."""
-
-    decoding: int = 0  # videos
-    waiting: int = 0  # requests that are decoded and wait for an engine
-    held: int = 0  # requests that engines hold
-    engines: int = 1  # that run
-    starting: int = 0  # that were asked for and don't run yet
-    deaths: int = 0  # of engines
-    suspects: int = 0  # requests that wait to run again because their engine died
-    nbytes: int = 0  # of frames that are decoding or held
-    most_nbytes: int = 0  # that there were at any moment
-
-    @property
-    def seated(self) -> int:
-        """Requests whose frames are decoded: in an engine or before it."""
-        return self.waiting + self.held + self.suspects

@@ -29,7 +29,7 @@ FRAMES = 2_000_000  # of theirs: the times of that many are 64 MB
 
 
 class Pool:
-    """`pipeline.driver.backend.Waves` of what `found` gives.
+    """`pipeline.driver.backend.WaveSource` of what `found` gives.
 
     Args:
         found: requests that are planned, and such as have failed before.
@@ -72,7 +72,7 @@ class Pool:
         return not self._planned and not self._pool
 
     def begin(self, device: Device, engines: int) -> None:
-        """See `Waves`. Raises UsageError also where it is known by now that no request fits the
+        """See `WaveSource`. Raises UsageError also where it is known by now that no request fits the
         device."""
         self.profile, self.setting = (
             self._profile_on(device),
@@ -82,14 +82,14 @@ class Pool:
 
     @property
     def closed(self) -> bool:
-        """See `Waves`."""
+        """See `WaveSource`."""
         return self._found.closed and self.empty and not self._small
 
-    def take(self, hungry: bool) -> Wave | None:
-        """See `Waves`. Raises UsageError once it is known that no request fits the device."""
+    def take(self, engine_idle: bool) -> Wave | None:
+        """See `WaveSource`. Raises UsageError once it is known that no request fits the device."""
         assert self.profile is not None, "begin comes first"
         self._fill()
-        now = hungry or self._full or self._found.closed
+        now = engine_idle or self._full or self._found.closed
         if not self._pool or (not now and self._refused == len(self._pool)):
             return None
         waves = plan(self._pool, self.profile, self.history, 1, now, self.setting)
@@ -98,13 +98,13 @@ class Pool:
             self._hand_out(wave)
         return waves[0] if waves else None
 
-    def through(self, wave: Wave, results: Sequence[Result]) -> None:
-        """See `Waves`."""
+    def complete(self, wave: Wave, results: Sequence[Result]) -> None:
+        """See `WaveSource`."""
         if results:
             self.history = self.history.observed(wave, results)
 
-    def shrink(self, slots: int) -> None:
-        """See `Waves`."""
+    def limit_slots(self, slots: int) -> None:
+        """See `WaveSource`."""
         self.setting = replace(self.setting, max_num_seqs=min(slots, self.setting.max_num_seqs))
 
     @property

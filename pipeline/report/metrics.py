@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from pipeline.driver.replica import RunSnapshot
+from pipeline.records import RunSnapshot
 from pipeline.report.tally import (
     Tally,
 )
@@ -76,7 +76,7 @@ class Metrics:
         }
         self._published: dict[tuple[str, ...], float] = {}
 
-    def publish(self, tally: Tally, flow: RunSnapshot, written: int) -> None:
+    def publish(self, tally: Tally, snapshot: RunSnapshot, written: int) -> None:
         """Brings counters up to the sums and sets gauges."""
         sums = {
             "requests_done": tally.done,
@@ -84,7 +84,7 @@ class Metrics:
             "tokens_generated": tally.tokens,
             "drafts_proposed": tally.proposed,
             "drafts_accepted": tally.accepted,
-            "engine_deaths": flow.deaths,
+            "engine_deaths": snapshot.deaths,
             "rounds": tally.rounds,
         }
         for name, value in sums.items():
@@ -94,7 +94,9 @@ class Metrics:
         for phase, seconds in tally.seconds.items():
             self._raise("std_caption_engine_seconds", seconds, phase=phase)
         for name, value in zip(
-            GAUGES, (flow.nbytes, flow.decoding, flow.engines, flow.seated), strict=True
+            GAUGES,
+            (snapshot.frame_bytes, snapshot.decoding, snapshot.engines, snapshot.decoded),
+            strict=True,
         ):
             self._gauges[name].set(value)
 

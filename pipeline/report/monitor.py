@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from pipeline.driver.replica import RunSnapshot
 from pipeline.intake.prefetch import Source
-from pipeline.records import RequestError, Wave
+from pipeline.records import RequestError, RunSnapshot, Wave
 from pipeline.report.metrics import Instruments, Metrics
 from pipeline.report.runs import RunRecorder
 from pipeline.report.tally import Tally
@@ -50,7 +49,7 @@ class RunMonitor:
         self._clock = clock
         self._began = clock()
         self.tally = Tally()
-        self.flow = RunSnapshot()
+        self.snapshot = RunSnapshot()
         self._log = RunRecorder(output, dict(about))
         self._written = written
         self._screen = Screen(console or Console(file=sys.stderr))
@@ -96,12 +95,12 @@ class RunMonitor:
         self._metrics = Metrics(instruments)
         self._log.save("running", self._seconds())
 
-    def update(self, flow: RunSnapshot) -> None:
+    def update(self, snapshot: RunSnapshot) -> None:
         """To be called at every turn of the driver, about once a second."""
-        self.flow = flow
-        self._log.sample(self._seconds(), self.tally, flow)
+        self.snapshot = snapshot
+        self._log.sample(self._seconds(), self.tally, snapshot)
         if self._metrics is not None:
-            self._metrics.publish(self.tally, flow, self._written())
+            self._metrics.publish(self.tally, snapshot, self._written())
         self._tell()
         if self._seconds() - self._saved >= SAVE:
             self._saved = self._seconds()
@@ -115,14 +114,14 @@ class RunMonitor:
     ) -> None:
         """Raises RequestError if the record cannot be saved."""
         if self._metrics is not None:
-            self._metrics.publish(self.tally, self.flow, self._written())
+            self._metrics.publish(self.tally, self.snapshot, self._written())
         worked = self.tally.answered or self._metrics is not None
         if worked:
             self._note(self._seconds())
             self._screen.show(self.line(), self.tally.answered, self._known)
         self._screen.close()
         if worked and not isinstance(error, RequestError):  # then storage is what failed
-            self._log.sample(self._seconds(), self.tally, self.flow, last=True)
+            self._log.sample(self._seconds(), self.tally, self.snapshot, last=True)
             self._log.save("finished" if error is None else "stopped", self._seconds())
 
     def line(self) -> str:
@@ -138,7 +137,7 @@ class RunMonitor:
             parts.append(f"{t.accepted / t.rounds:.2f} accepted per round")
         if left is not None:
             parts.append(f"about {duration(left)} left")
-        return "; ".join([*parts, _places(self.flow)])
+        return "; ".join([*parts, _places(self.snapshot)])
 
     def _of(self) -> str:
         return f" of {self._known}" if self._closed else f" of {self._known} and more"
@@ -230,23 +229,25 @@ class Screen:
             self._bar.stop()
 
 
-def _places(flow: RunSnapshot) -> str:
-    started = flow.engines > 0
+def _places(snapshot: RunSnapshot) -> str:
+    started = snapshot.engines > 0
     places = [
-        (flow.decoding, "videos decoding"),
+        (snapshot.decoding, "videos decoding"),
         (
-            flow.waiting,
+            snapshot.waiting,
             "requests decoded" if started else "requests waiting for an engine to start",
         ),
         (
-            flow.held,
-            "requests in the engine" if flow.engines < 2 else f"requests in {flow.engines} engines",
+            snapshot.in_engine,
+            "requests in the engine"
+            if snapshot.engines < 2
+            else f"requests in {snapshot.engines} engines",
         ),
-        (flow.suspects, "requests to run again, whose engine died"),
-        (flow.deaths, "engines replaced"),
+        (snapshot.suspects, "requests to run again, whose engine died"),
+        (snapshot.deaths, "engines replaced"),
     ]
     where = ", ".join(f"{count} {what}" for count, what in places if count) or "nothing left"
-    return f"{where}; {flow.nbytes / 1e6:.0f} MB of frames"
+    return f"{where}; {snapshot.frame_bytes / 1e6:.0f} MB of frames"
 
 
 def number(value: float) -> str:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import storage
-from pipeline.driver.replica import RunSnapshot
-from pipeline.records import Wave
+from pipeline.records import RunSnapshot, Wave
 from pipeline.report.tally import (
     Tally,
 )
@@ -54,12 +53,16 @@ class RunRecorder:
         when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self.began))
         self._uri = storage.join(self.output, FOLDER, f"{when}-{uuid.uuid4().hex[:8]}.json")
 
-    def sample(self, second: float, tally: Tally, flow: RunSnapshot, last: bool = False) -> None:
+    def sample(
+        self, second: float, tally: Tally, snapshot: RunSnapshot, last: bool = False
+    ) -> None:
         """Takes a sample if it is time for one; `last` takes it anyway."""
         if self.samples and second - self.samples[-1][0] < self._every and not last:
             return
         sums = (tally.answered, tally.failed.total(), tally.tokens, round(tally.engine_s, 3))
-        self.samples.append((round(second, 2), *sums, flow.decoding, flow.seated, flow.nbytes))
+        self.samples.append(
+            (round(second, 2), *sums, snapshot.decoding, snapshot.decoded, snapshot.frame_bytes)
+        )
         if len(self.samples) > SAMPLES:
             self.samples = self.samples[::2]
             self._every = 2 * self._every

@@ -79,7 +79,7 @@ class StubEngine:
             time.sleep(1e6)
 
 
-def load_stub(
+def load_stub_engine(
     path: str,
     *,
     max_num_seqs: int,
@@ -92,7 +92,7 @@ def load_stub(
     return StubEngine(max_num_seqs, seconds, memory, begun)
 
 
-def decode_stub(
+def decode_stub_video(
     uri: str, info: VideoInfo, plan: FramePlan, limits: Limits, seconds: float = 0.0
 ) -> Frames:
     """As `pipeline.video.frames.decode`: black frames after a while."""
@@ -101,7 +101,7 @@ def decode_stub(
     return Frames(pixels, pts=plan.times, fps=plan.fps, frames_lost=0, rotation=0, decoder="stub")
 
 
-def write_stub(path: Path, frames: int = 8) -> None:
+def write_stub_video(path: Path, frames: int = 8) -> None:
     """A second of grey, which only headers are read of."""
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=frames)
@@ -115,7 +115,9 @@ def write_stub(path: Path, frames: int = 8) -> None:
         container.mux(stream.encode())
 
 
-def planned(number: int, prompt: str = "?", video: str = "", frames: int = 4) -> PlannedRequest:
+def stub_request(
+    number: int, prompt: str = "?", video: str = "", frames: int = 4
+) -> PlannedRequest:
     """A request about a video of its own, unless it is named, of `frames` frames of 56 × 56."""
     uri = video or f"/stub/{number}.mp4"
     info = VideoInfo(
@@ -143,7 +145,7 @@ def planned(number: int, prompt: str = "?", video: str = "", frames: int = 4) ->
     )
 
 
-class Listed:
+class FixedWaves:
     """Waves that are all there from the start."""
 
     def __init__(self, requests: Iterable[PlannedRequest], max_num_seqs: int, size: int = 64):
@@ -162,15 +164,15 @@ class Listed:
         """Whether all were taken."""
         return not self.waves
 
-    def take(self, hungry: bool) -> Wave | None:
+    def take(self, engine_idle: bool) -> Wave | None:
         """The next one."""
         return self.waves.popleft() if self.waves else None
 
-    def through(self, wave: Wave, results: Sequence[Result]) -> None:
+    def complete(self, wave: Wave, results: Sequence[Result]) -> None:
         """Notes it."""
         self.answered.append((wave, list(results)))
 
-    def shrink(self, slots: int) -> None:
+    def limit_slots(self, slots: int) -> None:
         """Of all that are left."""
         self.waves = deque(
             replace(wave, max_num_seqs=min(slots, wave.max_num_seqs)) for wave in self.waves

@@ -5,14 +5,14 @@ import time
 from pathlib import Path
 
 from jobs.suites import pipeline as suite
-from jobs.suites.shared.stubs import load_stub
+from jobs.suites.shared.stubs import load_stub_engine
 from std_core.types import Request
 
 
 def test_what_is_noted_of_the_first_request_stays(tmp_path: Path) -> None:
     mark = tmp_path / "first"
     for _ in range(2):  # engines, one in the place of the other
-        engine = load_stub("", max_num_seqs=1, begun=str(mark))
+        engine = load_stub_engine("", max_num_seqs=1, begun=str(mark))
         assert len(list(engine.run([Request("a", "?"), Request("b", "?")], None, "std"))) == 2
         when = os.stat(mark).st_mtime_ns
         os.utime(mark, ns=(when - 10**9, when - 10**9))

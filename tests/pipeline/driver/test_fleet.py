@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.suites.shared.stubs import Listed, planned
+from jobs.suites.shared.stubs import FixedWaves, stub_request
 from pipeline.config import Job
 from pipeline.driver import fleet as fleet_module
 from pipeline.driver import replica as replica_module
@@ -23,7 +23,7 @@ from pipeline.driver.backend import WorkerLost
 from pipeline.driver.decode_queue import Intake
 from pipeline.driver.feeder import Handover
 from pipeline.driver.fleet import Fleet
-from pipeline.driver.replica import Replica, RunSnapshot
+from pipeline.driver.replica import Replica
 from pipeline.records import (
     CompletedRequest,
     DraftOption,
@@ -33,6 +33,7 @@ from pipeline.records import (
     PlannedRequest,
     RequestError,
     RunError,
+    RunSnapshot,
     VideoInfo,
     Wave,
 )
@@ -232,9 +233,9 @@ class Run:
         self.requests = requests
         self.world = world
         self.rows: list[CompletedRequest] = []
-        self.flows: list[RunSnapshot] = []
+        self.snapshots: list[RunSnapshot] = []
         job = Job(max_num_seqs=slots, engine_timeout=TIMEOUT, stall_timeout=400.0)
-        self.waves = Listed(requests, slots, size=7)
+        self.waves = FixedWaves(requests, slots, size=7)
         drafts = [None, Draft(gamma=2), Draft(gamma=3)]
         for number, wave in enumerate(
             list(self.waves.waves)
@@ -256,7 +257,7 @@ class Run:
             waves=self.waves,
             emit=self.rows.append,
             tick=lambda: None,
-            notice=self.flows.append,
+            notice=self.snapshots.append,
             backend=world,
             replicas=places,
             intake=intake,
@@ -308,7 +309,9 @@ def archive(rng: random.Random, count: int, bad: dict[int, str]) -> list[Planned
     requests = []
     for number in range(count):
         video += rng.random() < 0.5
-        requests.append(planned(number, bad.get(number, "?"), f"/v/{video}.mp4", 1 + video % 3))
+        requests.append(
+            stub_request(number, bad.get(number, "?"), f"/v/{video}.mp4", 1 + video % 3)
+        )
     return requests
 
 
@@ -396,8 +399,8 @@ def test_a_signal_lets_engines_finish_what_they_hold() -> None:
     stopped = []
     run = Run(world, archive(random.Random(7), 60, {}), 3, 1)
     notice = run.fleet.notice
-    run.fleet.notice = lambda flow: (
-        notice(flow),
+    run.fleet.notice = lambda snapshot: (
+        notice(snapshot),
         len(run.rows) > 4 and stopped.append(signal.SIGTERM),
     )  # type: ignore[assignment, func-returns-value]
     with pytest.raises(RunError, match=r"stopped by SIGTERM; .*resumes"):

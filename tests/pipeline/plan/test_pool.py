@@ -165,9 +165,9 @@ def test_whatever_comes_when_every_request_is_handed_out_once(
     )
     made.batches.append([request(next(numbers))])  # one at least fits
     seen = Seen(made)
-    for arrived, hungry in [*turns, *[(9, True)] * 999]:
+    for arrived, engine_idle in [*turns, *[(9, True)] * 999]:
         made.ready += arrived
-        seen.pool.take(hungry)
+        seen.pool.take(engine_idle)
         if seen.pool.closed:
             break
     assert seen.pool.closed
@@ -179,30 +179,30 @@ def test_whatever_comes_when_every_request_is_handed_out_once(
 def test_few_requests_wait_for_more_of_their_kind_unless_somebody_is_hungry() -> None:
     made = Made([[request(i) for i in range(5)], [request(i) for i in range(5, 64)]], ready=1)
     seen = Seen(made)
-    assert seen.pool.take(hungry=False) is None
-    assert seen.pool.take(hungry=False) is None
-    wave = seen.pool.take(hungry=True)
+    assert seen.pool.take(engine_idle=False) is None
+    assert seen.pool.take(engine_idle=False) is None
+    wave = seen.pool.take(engine_idle=True)
     assert wave is not None and 1 <= len(wave.requests) <= 5
     made.ready = 1
-    wave = seen.pool.take(hungry=False)
+    wave = seen.pool.take(engine_idle=False)
     assert wave is not None and len(wave.requests) > 5
 
 
 def test_a_full_pool_hands_out_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "POOL", 8)
     made = Made([[request(i, 100 * 2**i) for i in range(8)], [request(9)]], ready=1)
-    assert Seen(made).pool.take(hungry=False) is not None
+    assert Seen(made).pool.take(engine_idle=False) is not None
 
 
 def test_no_more_frames_are_pooled_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "FRAMES", 20)
     made = Made([[request(i, frames=8)] for i in range(30)])
     seen = Seen(made)
-    wave = seen.pool.take(hungry=False)
+    wave = seen.pool.take(engine_idle=False)
     assert wave is not None and sum(len(r.frame_plan.times) for r in wave.requests) <= 20 + 8
     assert len(made.batches) >= 26
     while not seen.pool.closed:
-        seen.pool.take(hungry=False)
+        seen.pool.take(engine_idle=False)
     assert seen.names() == Counter(str(i) for i in range(30))
 
 
@@ -213,10 +213,10 @@ def test_where_nothing_fits_it_is_said_what_would_help() -> None:
         Seen(Made(listed))
     made = Made(listed, ready=1)
     seen = Seen(made)
-    assert seen.pool.take(hungry=True) is None
+    assert seen.pool.take(engine_idle=True) is None
     made.ready = 1
     with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
-        seen.pool.take(hungry=True)
+        seen.pool.take(engine_idle=True)
     with pytest.raises(UsageError, match="would help"):
         list(fitting([request(0, HUGE)], PROFILE, WaveConfig(4)))
     found = list(fitting([request(0, HUGE), request(1)], PROFILE, WaveConfig(4)))
@@ -226,7 +226,7 @@ def test_where_nothing_fits_it_is_said_what_would_help() -> None:
 def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
     """The draft that looked best is refused throughout; the next wave has another."""
     seen = Seen(Made([[request(i) for i in range(200)]]))
-    first = seen.pool.take(hungry=True)
+    first = seen.pool.take(engine_idle=True)
     assert first is not None and first.draft is not None and first.draft.weights == "int4"
     drafted = 40 * first.draft.gamma
     refused: dict[str, Any] = {
@@ -240,16 +240,16 @@ def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
         for r in first.requests
     ]
     for _ in range(3):
-        seen.pool.through(first, results)
-    second = seen.pool.take(hungry=True)
+        seen.pool.complete(first, results)
+    second = seen.pool.take(engine_idle=True)
     assert second is not None and (second.draft is None or second.draft.weights != "int4")
 
 
 def test_after_a_full_memory_waves_have_fewer_slots() -> None:
     seen = Seen(Made([[request(i) for i in range(300)]]))
-    first = seen.pool.take(hungry=True)
-    seen.pool.shrink(2)
-    second = seen.pool.take(hungry=True)
+    first = seen.pool.take(engine_idle=True)
+    seen.pool.limit_slots(2)
+    second = seen.pool.take(engine_idle=True)
     assert first is not None and second is not None
     assert (first.max_num_seqs, second.max_num_seqs) == (4, 2)
 

@@ -15,9 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jobs.demo_model import world
 from pipeline import read
 from pipeline.config import ROOT
-from pipeline.driver.replica import (
-    RunSnapshot,
-)
+from pipeline.records import RunSnapshot
 from pipeline.report.metrics import Metrics
 from pipeline.report.tally import (
     Tally,
@@ -133,7 +131,7 @@ def test_counters_follow_sums_from_before_they_were_made() -> None:
 
     tally = Tally(failed=Counter({"not_found": 2}))
     metrics = Metrics(SimpleNamespace(Counter=make, Gauge=make, Histogram=make))
-    metrics.publish(tally, RunSnapshot(nbytes=7), written=0)
+    metrics.publish(tally, RunSnapshot(frame_bytes=7), written=0)
     tally.done = 1
     tally.tokens = 30
     tally.failed["not_found"] += 1

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.driver.replica import RunSnapshot
 from pipeline.records import (
     FramePlan,
     InputRow,
     PlannedRequest,
     RequestError,
     RunError,
+    RunSnapshot,
     VideoInfo,
     Wave,
 )
@@ -134,13 +134,15 @@ def test_lines_in_a_log_say_what_is_done_and_how_long_the_rest_takes(
     found = monitor.count_requests(Batches("abc", "defgh"))
     assert [found.take(), found.take(), found.take()] == ["abc", "defgh", None]
     clock.now += 5
-    monitor.update(RunSnapshot(decoding=2, waiting=3, engines=0, starting=1, nbytes=7_000_000))
+    monitor.update(RunSnapshot(decoding=2, waiting=3, engines=0, starting=1, frame_bytes=7_000_000))
     monitor.record_row(failed("a", "not_a_video"))
     monitor.record_row(row("b"))
     clock.now += 1
     monitor.update(RunSnapshot())  # too early for another line
     clock.now += 4
-    monitor.update(RunSnapshot(decoding=2, held=3, suspects=1, deaths=1, nbytes=7_000_000))
+    monitor.update(
+        RunSnapshot(decoding=2, in_engine=3, suspects=1, deaths=1, frame_bytes=7_000_000)
+    )
     assert log.getvalue().splitlines() == [
         "[5 s] 0 answered of 8; 2 videos decoding, 3 requests waiting for an engine to start; 7 MB of frames",
         "[10 s] 2 answered (1 failed) of 8; 6 tokens/s; 2.00 accepted per round; about 15 s left; "
@@ -181,7 +183,7 @@ def test_on_a_terminal_one_line_changes(tmp_path: Path, clock: Clock) -> None:
         for name in "ab":
             monitor.record_row(row(name))
             clock.now += 1
-            monitor.update(RunSnapshot(held=1))
+            monitor.update(RunSnapshot(in_engine=1))
     shown = screen.getvalue()
     assert "1 answered of 2" in shown and "2 answered of 2" in shown
     assert "\r" in shown and shown.count("\n") <= 2
@@ -198,7 +200,7 @@ def test_a_run_leaves_its_record_however_it_ends(tmp_path: Path, clock: Clock) -
             clock.now += 7
             monitor.record_row(row("b"))
             monitor.record_row(failed("z", "not_found"))
-            monitor.update(RunSnapshot(decoding=1, waiting=2, nbytes=300))
+            monitor.update(RunSnapshot(decoding=1, waiting=2, frame_bytes=300))
             raise RunError("it ends")
 
     with pytest.raises(RunError):

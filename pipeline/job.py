@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import logs
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, parse_job
-from pipeline.intake.survey import JobFacts, SubprocessSurvey, Surveyor
+from pipeline.intake.survey import JobFacts, SubprocessSurvey, Survey
 from pipeline.output import rows
 from pipeline.output.ledger import LeaseLost
 from pipeline.output.writer import Output, await_output, open_output
@@ -43,7 +43,7 @@ def main(
     prog: str,
     default_prompt: str = DEFAULT_PROMPT,
     dry: bool = False,
-    survey: Callable[[Job, Sequence[str]], Surveyor] = SubprocessSurvey,
+    survey: Callable[[Job, Sequence[str]], Survey] = SubprocessSurvey,
 ) -> int:
     """Runs a job, prints its JSON as the last line of standard output, and returns the exit code.
 
@@ -82,7 +82,7 @@ def _main(
     prog: str,
     default_prompt: str,
     dry: bool,
-    survey: Callable[[Job, Sequence[str]], Surveyor],
+    survey: Callable[[Job, Sequence[str]], Survey],
 ) -> int:
     job = parse_job(argv, prog, required=("input",) if dry else ("input", "output"))
     if dry or job.dry_run:
@@ -108,11 +108,11 @@ def prompts_of(job: Job, default_prompt: str) -> tuple[str, ...]:
 def plan_job(job: Job, default_prompt: str) -> int:
     """Prints what the job would do; the last line is JSON. What is wrong for a run is wrong for its
     plan."""
-    from pipeline.intake.survey_process import Survey  # needs PyTorch
+    from pipeline.intake.survey_process import BlockingSurvey  # needs PyTorch
 
-    survey = Survey(job, prompts_of(job, default_prompt))
+    survey = BlockingSurvey(job, prompts_of(job, default_prompt))
     outlook = outlook_of(job, survey.facts)
-    every = [one for batch in survey.found() for one in batch]
+    every = [one for batch in survey.plan_requests() for one in batch]
     failed = [one for one in every if isinstance(one, FailedRequest)]
     planned: list[PlannedRequest] = []
     for one in fitting(
@@ -129,7 +129,7 @@ def outlook_of(job: Job, facts: JobFacts) -> dryrun.Outlook:
     """What a plan's times are made from. Raises UsageError for a profile that is none, or is of
     something else."""
     profile = profile_for(
-        job.profile, facts.revision, job.dtype, facts.account, at_hand=facts.device
+        job.profile, facts.revision, job.dtype, facts.model_size, at_hand=facts.device
     )
     draft = draft_of(job)
     if job.mode == "sparse" and draft is not None and (why := unfit_alone(profile, draft)):
@@ -138,7 +138,7 @@ def outlook_of(job: Job, facts: JobFacts) -> dryrun.Outlook:
         logger.warning(
             "--mode sparse: nothing shows that its texts hold what is asked for: %s", why
         )
-    return dryrun.Outlook(profile, wave_config_of(job, draft, facts.draws), job.price_per_hour)
+    return dryrun.Outlook(profile, wave_config_of(job, draft, facts.do_sample), job.price_per_hour)
 
 
 def _waves(planned: Sequence[PlannedRequest], outlook: dryrun.Outlook) -> tuple[Wave, ...]:
@@ -148,7 +148,7 @@ def _waves(planned: Sequence[PlannedRequest], outlook: dryrun.Outlook) -> tuple[
 def run_job(
     job: Job,
     default_prompt: str = DEFAULT_PROMPT,
-    survey: Callable[[Job, Sequence[str]], Surveyor] = SubprocessSurvey,
+    survey: Callable[[Job, Sequence[str]], Survey] = SubprocessSurvey,
     **driving: Any,
 ) -> dict[str, Any]:
     """Answers what has no row yet, and returns the summary that it also writes to the output.
@@ -168,7 +168,7 @@ def run_job(
         setting = outlook_of(
             job, facts
         ).setting  # what is wrong with a profile is said before anything starts
-        profile_on = partial(profile_for, job.profile, facts.revision, job.dtype, facts.account)
+        profile_on = partial(profile_for, job.profile, facts.revision, job.dtype, facts.model_size)
         options: dict[str, Any] = {
             "retry_failed": job.retry_failed,
             "rows_per_part": job.rows_per_part,
@@ -178,7 +178,7 @@ def run_job(
             RunMonitor(job.output, rows.about(job, draft), lambda: output.new) as monitor,
         ):
             recorder = _Recorder(output, rows.Provenance(job, facts.revision, draft), monitor)
-            found = monitor.count_requests(surveyor.begin(output.done, output.done & output.failed))
+            found = monitor.count_requests(surveyor.start(output.done, output.done & output.failed))
             pool = Pool(
                 found,
                 failed=recorder.failed,
@@ -198,17 +198,17 @@ def run_job(
                 decoded = drive(
                     job,
                     pool,
-                    max_model_len=facts.window,
+                    max_model_len=facts.max_model_len,
                     on_answer=recorder.answered,
                     observer=monitor,
                     on_step=output.flush_due,
                     **driving,
                 )
             output.flush()
-            closing = surveyor.closing
-            errors = closing.failed + recorder.errors
+            totals = surveyor.totals
+            errors = totals.failed + recorder.errors
             result = rows.summary(
-                closing.requests, errors, output.totals, time.monotonic() - began, decoded=decoded
+                totals.requests, errors, output.totals, time.monotonic() - began, decoded=decoded
             )
             output.write_summary(result)
     return result

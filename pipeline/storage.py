@@ -16,7 +16,7 @@ import posixpath
 import re
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,12 +31,41 @@ from fsspec.utils import glob_translate
 
 from pipeline import uris
 from pipeline.records import RequestError
-from pipeline.uris import join, local_path, normalize, parent, recorded, redact, resolve, shown
+from pipeline.uris import (
+    display_uri,
+    join,
+    local_path,
+    normalize,
+    parent,
+    redact,
+    redact_utf8,
+    resolve,
+)
 
 __all__ = [
-    "FileInfo", "delete", "each", "expand", "info", "is_file", "is_folder", "join", "list_files", "list_names",
-    "list_sizes", "local_path", "make_folder", "map_concurrently", "normalize", "open_read", "parent", "put", "put_if_absent",
-    "read_bytes", "recorded", "redact", "resolve", "shown",
+    "FileInfo",
+    "delete",
+    "display_uri",
+    "expand_glob",
+    "info",
+    "is_file",
+    "is_folder",
+    "join",
+    "list_files",
+    "list_names",
+    "list_sizes",
+    "local_path",
+    "make_folder",
+    "map_concurrently",
+    "normalize",
+    "open_read",
+    "parent",
+    "put",
+    "put_if_absent",
+    "read_bytes",
+    "redact",
+    "redact_utf8",
+    "resolve",
 ]  # fmt: skip
 
 _FAILURES = (
@@ -48,7 +77,8 @@ _FAILURES = (
     ClientError,
     aiohttp.ClientError,
 )
-THREADS = 16  # calls of storage that run at once
+THREADS = 8  # storage calls that run at once
+MIN_CONCURRENT_READS = 16  # small reads; fewer take less time than new threads' first connections
 _threads = threading.local()
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -77,7 +107,7 @@ def _errors(uri: str) -> Iterator[None]:
 
 
 def _request_error(uri: str, error: BaseException) -> RequestError:
-    name = shown(uri) or "(no name)"
+    name = display_uri(uri) or "(no name)"
     status = getattr(error, "status", None)
     if (
         isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
@@ -271,7 +301,7 @@ def list_names(folder: str) -> list[str]:
     return list(list_sizes(folder))
 
 
-def expand(uri: str) -> Iterator[str]:
+def expand_glob(uri: str) -> Iterator[str]:
     """The files a glob means, sorted: `*`, `?`, `[...]`, `**` as a whole path component, `{a,b}`; a
     `/` at the end stands for everything below. A file with exactly this name is that file; a name
     without glob characters is itself. Hidden files match only where the glob names the dot."""
@@ -375,17 +405,29 @@ def read_bytes(uri: str) -> bytes:
         return fs.cat_file(name)
 
 
-def each(do: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-    """`do` of every item, in order; in threads where there are many, since a small remote read is
-    mostly waiting."""
-    return list(map(do, items) if len(items) < 16 else _pool(os.getpid()).map(do, items))
+def map_concurrently(
+    function: Callable[[_T], _R],
+    items: Iterable[_T],
+    threads: int = THREADS,
+    min_items: int = MIN_CONCURRENT_READS,
+) -> list[_R]:
+    """Results of a function that mostly waits for storage, in the order of the items.
+
+    Args:
+        threads: calls that run at once.
+        min_items: with fewer items the calls run one after another in the calling thread.
+    """
+    listed = list(items)
+    if len(listed) < min_items:
+        return list(map(function, listed))
+    return list(_thread_pool(os.getpid(), threads).map(function, listed))
 
 
 @cache
-def _pool(process: int) -> ThreadPoolExecutor:
-    """Kept, with its threads' connections: to open one takes longer than many reads. A forked
-    process has its own."""
-    return ThreadPoolExecutor(8, "storage")
+def _thread_pool(process_id: int, threads: int) -> ThreadPoolExecutor:
+    """The pool is kept, and with it each thread's filesystem: making one takes longer than many
+    reads. Threads do not survive a fork, so each process has its own pool."""
+    return ThreadPoolExecutor(threads, "storage")
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -490,13 +532,3 @@ def delete(uri: str) -> None:
                 fs.rm_file(name)
         except FileNotFoundError:
             return
-
-
-def map_concurrently(
-    function: Callable[[_T], _R], arguments: Iterable[_T], threads: int = THREADS
-) -> dict[_T, _R]:
-    """Results of a function that mostly waits for storage, by argument; at most `threads` calls run
-    at once."""
-    known = list(arguments)
-    with ThreadPoolExecutor(max(1, min(threads, len(known)))) as pool:
-        return dict(zip(known, pool.map(function, known), strict=True))

@@ -69,7 +69,7 @@ def redact(uri: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}{'?' if kept else ''}{'&'.join(kept)}"
 
 
-def shown(uri: str) -> str:
+def display_uri(uri: str) -> str:
     """The URI as messages and logs have it: without credentials, in one line, whatever characters
     it holds."""
     return "".join(
@@ -77,7 +77,7 @@ def shown(uri: str) -> str:
     )
 
 
-def recorded(uri: str) -> str:
+def redact_utf8(uri: str) -> str:
     """The URI as rows have it: without credentials; bytes that are no UTF-8 are spelt out."""
     return redact(uri).encode("utf-8", "backslashreplace").decode("utf-8")
 

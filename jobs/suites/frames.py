@@ -32,8 +32,8 @@ from pipeline.config import (
     ROOT,
 )
 from pipeline.records import FrameOptions, FramePlan, UsageError, VideoInfo
-from pipeline.video.decode_job import DecodeJob, Sink, resize
-from pipeline.video.decoders import with_pyav
+from pipeline.video import pyav_reader
+from pipeline.video.decode_job import DecodeJob, FrameBuffer, resize
 from pipeline.video.frame_plan import plan_frames
 from pipeline.video.frames import Limits, decode
 from pipeline.video.probe import probe
@@ -137,11 +137,11 @@ def _ours(path: str, info: VideoInfo, plan: FramePlan) -> None:
         info.size_bytes,
     )  # fmt: skip
     memory = os.memfd_create("frames")
-    sink = Sink(memory, job)
-    with_pyav(job, sink)
+    buffer = FrameBuffer(memory, job)
+    pyav_reader.decode(job, buffer)
     os.close(memory)
-    if sink.lost:
-        raise RuntimeError(f"{sink.lost} of {len(plan.times)} frames were lost")
+    if buffer.num_lost:
+        raise RuntimeError(f"{buffer.num_lost} of {len(plan.times)} frames were lost")
 
 
 def _plain_pyav(path: str, info: VideoInfo, plan: FramePlan) -> None:
@@ -243,9 +243,9 @@ def _probing(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str,
         storage.put(uri, clips[number % 2])
     before = counts()
     began = time.monotonic()
-    found = storage.map_concurrently(probe, uris)
+    found = storage.map_concurrently(probe, uris, threads=16)
     seconds = time.monotonic() - began
-    assert all(info.frames == 8 * RATE for info in found.values())
+    assert all(info.frames == 8 * RATE for info in found)
     after = counts()
     return {
         "files": flags.probes,

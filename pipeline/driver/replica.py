@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.driver.suspects import Group
 from pipeline.records import EngineConfig, FramePlan, Frames, PlannedRequest, RequestError, Wave
-from pipeline.video.windows import part, spans
+from pipeline.video.windows import frames_of_window, group_into_spans
 from std_core.types import Result
 
 HELD = 2  # × slots requests that an engine is handed: those in its slots, and as many in line
@@ -41,7 +41,7 @@ class Video:
     pixels: Any = None  # reference to them, until the last request is answered
     parts: dict[str, tuple[Frames, tuple[int, ...]]] = field(
         default_factory=dict
-    )  # by footage, see `windows.part`
+    )  # by footage, see `windows.frames_of_window`
     tries: int = 0  # how often it was decoded
     crashes: int = 0  # how often that ended its process
 
@@ -52,7 +52,7 @@ class Video:
         for frames_key, frame_plan in {
             request.frames_key: request.frame_plan for request in self.requests
         }.items():
-            own, numbers = part(frames, self.plan, frame_plan)
+            own, numbers = frames_of_window(frames, self.plan, frame_plan)
             if isinstance(own, RequestError):
                 failed[frames_key] = own
             else:
@@ -67,7 +67,7 @@ class Video:
 def videos(wave: Wave) -> Iterator[Video]:
     """The wave's requests by what is decoded together, in its order."""
     turn = WaveProgress(wave, len(wave.requests))
-    for span in spans(wave.requests):
+    for span in group_into_spans(wave.requests):
         yield Video(
             turn,
             requests=list(span.requests),

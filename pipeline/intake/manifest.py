@@ -90,7 +90,7 @@ def open_manifest(
         if suffix not in _TABLES and suffix != ".txt":
             return _of_videos(lambda: _videos(uri), prompts, uri)
         if not storage.is_file(uri):
-            raise UsageError(f"{storage.shown(uri)}: there is no such file")
+            raise UsageError(f"{storage.display_uri(uri)}: there is no such file")
         if suffix == ".txt":
             return _of_videos(lambda: _lines(uri), prompts, uri)
         return _of_table(
@@ -105,10 +105,12 @@ def open_manifest(
 
 def _of_videos(videos: Callable[[], Iterator[str]], prompts: Sequence[str], uri: str) -> Manifest:
     if not prompts:
-        raise UsageError(f"{storage.shown(uri)} holds videos without questions: give a prompt")
+        raise UsageError(
+            f"{storage.display_uri(uri)} holds videos without questions: give a prompt"
+        )
     if next(videos(), None) is None:
         raise UsageError(
-            f"{storage.shown(uri)}: there is no video in it (looked for {_suffixes()})"
+            f"{storage.display_uri(uri)}: there is no video in it (looked for {_suffixes()})"
         )
 
     def items() -> Iterator[InputRow]:
@@ -127,11 +129,11 @@ def _videos(uri: str) -> Iterator[str]:
     if storage.is_folder(uri):
         yield from storage.list_files(uri, VIDEO_SUFFIXES)
         return
-    found = storage.expand(uri)
+    found = storage.expand_glob(uri)
     if (first := next(found, None)) is None:
-        raise UsageError(f"{storage.shown(uri)}: no file matches")
+        raise UsageError(f"{storage.display_uri(uri)}: no file matches")
     if first == storage.normalize(uri) and not storage.is_file(first):
-        raise UsageError(f"{storage.shown(uri)}: there is no such file or folder")
+        raise UsageError(f"{storage.display_uri(uri)}: there is no such file or folder")
     open_ended = uri.endswith(("*", "/"))  # then the glob says nothing about the kind of file
     for video in (first, *found):
         if not open_ended or posixpath.splitext(video)[1].lower() in VIDEO_SUFFIXES:
@@ -171,13 +173,13 @@ def _of_table(
         schema, rows = table.schema(uri)
         pa.default_memory_pool().release_unused()  # of a .csv or .jsonl that was read for its types
     if not rows:
-        raise UsageError(f"{storage.shown(uri)}: there are no rows in it")
+        raise UsageError(f"{storage.display_uri(uri)}: there are no rows in it")
     if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
-        raise UsageError(f"{storage.shown(uri)} has more than one column {', '.join(twice)}")
+        raise UsageError(f"{storage.display_uri(uri)} has more than one column {', '.join(twice)}")
     roles = _roles(uri, schema, video_column, question_column)
     if roles.question is None and not prompts:
         raise UsageError(
-            f"{storage.shown(uri)} has no question column (it has {_listed(schema)}): name one, or give a prompt"
+            f"{storage.display_uri(uri)} has no question column (it has {_listed(schema)}): name one, or give a prompt"
         )
     schema = table.literal(schema, roles)
     carried = pa.schema(
@@ -203,7 +205,7 @@ def _roles(
     video = _column(uri, schema, video_column, VIDEO_COLUMNS, what="video")
     if video is None:
         raise UsageError(
-            f"{storage.shown(uri)} has no column {', '.join(VIDEO_COLUMNS)}; "
+            f"{storage.display_uri(uri)} has no column {', '.join(VIDEO_COLUMNS)}; "
             f"it has {_listed(schema)}: name the one that holds the videos"
         )
     question = _column(uri, schema, question_column, QUESTION_COLUMNS, what="question")
@@ -217,13 +219,13 @@ def _column(
     if wanted is not None and wanted not in schema.names:
         near = difflib.get_close_matches(wanted, schema.names, 1, 0.0)
         raise UsageError(
-            f"{storage.shown(uri)} has no {what} column {wanted!r}; "
+            f"{storage.display_uri(uri)} has no {what} column {wanted!r}; "
             f"it has {_listed(schema)}: the nearest is {near[0]!r}"
         )
     name = wanted or next((n for n in usual if n in schema.names), None)
     if name is not None and not _castable(schema.field(name).type):
         raise UsageError(
-            f"{storage.shown(uri)}: the {what} column {name!r} holds {schema.field(name).type}, not text"
+            f"{storage.display_uri(uri)}: the {what} column {name!r} holds {schema.field(name).type}, not text"
         )
     return name
 
@@ -280,7 +282,7 @@ def _rows(
     for i, video in enumerate(videos):
         row = {name: values[i] for name, values in zip(carried, columns, strict=True)}
         if isinstance(value := row[carried[at]], str):
-            row[carried[at]] = storage.recorded(value)  # no credentials in the output
+            row[carried[at]] = storage.redact_utf8(value)  # no credentials in the output
         own = given[i] if given else None
         for prompt in prompts if questions is None else [questions[i] or ""]:
             yield InputRow(storage.resolve(video or "", folder), prompt, row, own)
@@ -340,7 +342,9 @@ def _readable(uri: str) -> Iterator[None]:
         UnicodeDecodeError,
     ) as error:  # pyarrow raises OSError for some broken files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{storage.shown(uri)} cannot be read as a manifest: {reason}") from error
+        raise UsageError(
+            f"{storage.display_uri(uri)} cannot be read as a manifest: {reason}"
+        ) from error
 
 
 def _parquet_schema(uri: str) -> tuple[pa.Schema, bool]:

@@ -25,23 +25,26 @@ from pipeline.records import (
 )
 from pipeline.video.frame_plan import plan_frames
 from pipeline.video.probe import probe
-from pipeline.video.windows import Window, windows
+from pipeline.video.windows import Window, split_into_windows
 
 if TYPE_CHECKING:  # the records here are a driver's too, which does without PyTorch
     from std_core.model.checkpoint import Checkpoint
 
 # requests that are looked at together
-FIRST = 64
-MOST = 1024
+FIRST_BATCH = 64
+MAX_BATCH = 1024
+THREADS = 16  # videos whose headers are read at once
 
-Probed = Callable[[Set[str]], Mapping[str, VideoInfo | RequestError]]  # what is known of each video
+ProbeAll = Callable[
+    [Set[str]], Mapping[str, VideoInfo | RequestError]
+]  # what is known of each video
 _Version = tuple[int | None, str | None]
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 @dataclass
-class Requests:
+class RequestStream:
     """The input's requests, one pass, in its order.
 
     Attributes: ids: fingerprints of all that were seen so far, those with a row included; a
@@ -52,12 +55,13 @@ class Requests:
     job: Job
     revision: str
     ids: set[bytes]
-    probed: Probed = field(default_factory=lambda: probed)
+    probe_all: ProbeAll = field(default_factory=lambda: probe_all)
 
-    def without_row(self, done: Set[bytes]) -> Iterator[PendingRequest]:
+    def pending(self, done: Set[bytes]) -> Iterator[PendingRequest]:
         """Those that are not in `done`, which must not change meanwhile."""
         for batch in _batches(self.items, 1024):
-            versions = storage.map_concurrently(_version, {item.video_uri for item in batch})
+            uris = {item.video_uri for item in batch}
+            versions = dict(zip(uris, _map_concurrently(_version, uris), strict=True))
             for pending in self._pending(batch, versions):
                 fingerprint = bytes.fromhex(pending.request_id)
                 if fingerprint not in self.ids:
@@ -74,14 +78,14 @@ class Requests:
             for item in batch:
                 yield PendingRequest(self._id(item, *versions[item.video_uri]), item)
             return
-        infos = self.probed({item.video_uri for item in batch if item.video_uri})
+        infos = self.probe_all({item.video_uri for item in batch if item.video_uri})
         for item in batch:
             info = infos.get(item.video_uri)
             # a video that cannot be read fails as its first window, whose row takes the failed
             # one's place later
             found: Sequence[Window | None] = [None]
             if isinstance(info, VideoInfo):
-                found = windows(info, self.job.frames, seconds, self.job.window_overlap)
+                found = split_into_windows(info, self.job.frames, seconds, self.job.window_overlap)
             for window in found:
                 start = (self.job.frames.video_start or 0.0) if window is None else window[0]
                 named = {
@@ -122,7 +126,7 @@ class Requests:
         )
 
 
-def window_of(job: Job, checkpoint: Checkpoint) -> int:
+def resolve_max_model_len(job: Job, checkpoint: Checkpoint) -> int:
     """Tokens that a request may have in all. Raises UsageError where more is asked for than the
     model has."""
     if job.max_model_len and job.max_model_len > checkpoint.max_model_len:
@@ -132,33 +136,43 @@ def window_of(job: Job, checkpoint: Checkpoint) -> int:
     return job.max_model_len or checkpoint.max_model_len
 
 
-def manifest_of(job: Job, prompts: Sequence[str]) -> Manifest:
+def open_job_manifest(job: Job, prompts: Sequence[str]) -> Manifest:
     """The input, looked at. Raises UsageError."""
     return open_manifest(job.input, prompts, job.video_column or None, job.question_column or None)
 
 
-def probed(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
+def probe_all(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
     """What the headers of videos say, or why they cannot be read."""
-    return storage.map_concurrently(_probe, uris)
+    return dict(zip(uris, _map_concurrently(_probe, uris), strict=True))
 
 
-def found(
-    pending: Iterable[PendingRequest], job: Job, checkpoint: Checkpoint, probed: Probed = probed
+def _map_concurrently(function: Callable[[str], R], uris: Set[str]) -> list[R]:
+    return storage.map_concurrently(function, uris, threads=THREADS, min_items=2)
+
+
+def plan_in_batches(
+    pending: Iterable[PendingRequest],
+    job: Job,
+    checkpoint: Checkpoint,
+    probe_all: ProbeAll = probe_all,
 ) -> Iterator[list[ProbedRequest]]:
     """All requests, planned or failed, in batches: small ones at first, so that engines begin
     early."""
     rest = iter(pending)
-    size = FIRST
+    size = FIRST_BATCH
     while batch := list(islice(rest, size)):
-        size = min(MOST, 2 * size)
-        yield list(look(batch, job, checkpoint, probed))
+        size = min(MAX_BATCH, 2 * size)
+        yield list(plan_requests(batch, job, checkpoint, probe_all))
 
 
-def look(
-    pool: Sequence[PendingRequest], job: Job, checkpoint: Checkpoint, probed: Probed = probed
+def plan_requests(
+    pool: Sequence[PendingRequest],
+    job: Job,
+    checkpoint: Checkpoint,
+    probe_all: ProbeAll = probe_all,
 ) -> Iterator[ProbedRequest]:
     """Reads the headers of the videos, each once, and plans every request."""
-    infos = probed(
+    infos = probe_all(
         {p.input_row.video_uri for p in pool if p.input_row.video_uri and p.info is None}
     )
     for pending in pool:
@@ -181,7 +195,7 @@ def _plan(
     text = checkpoint.prompt_tokens(
         pending.input_row.prompt, len(frames.times), frames.fps, frames.times
     )
-    window = window_of(job, checkpoint)
+    window = resolve_max_model_len(job, checkpoint)
     if text + frames.tokens >= window:
         raise RequestError(
             "context_too_long",

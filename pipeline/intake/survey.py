@@ -46,23 +46,23 @@ class JobFacts:
 
     Args:
         revision: of the checkpoint.
-        window: tokens that a request may have in all.
-        account: of the whole model, in the job's precision.
-        draws: whether texts are drawn where the job does not say.
+        max_model_len: tokens that a request may have in all.
+        model_size: of the whole model, in the job's precision.
+        do_sample: whether texts are drawn where the job does not say.
         device: where the input is read.
         input_schema: as `Manifest` has it.
     """
 
     revision: str
-    window: int
-    account: ModelSize
-    draws: bool
+    max_model_len: int
+    model_size: ModelSize
+    do_sample: bool
     device: Device
     input_schema: pa.Schema
 
 
 @dataclass(frozen=True)
-class Closing:
+class InputTotals:
     """Of an input, once it is read: its requests, those with a row included, and how many of them
     had a row that is an error and stays."""
 
@@ -70,7 +70,7 @@ class Closing:
     failed: int
 
 
-class Surveyor(Protocol):
+class Survey(Protocol):
     """Who finds it out: `SubprocessSurvey`, or `pipeline.intake.survey_process.InProcessSurvey`. A context manager."""
 
     @property
@@ -78,7 +78,7 @@ class Surveyor(Protocol):
         """Raises UsageError for what is wrong with the model, the draft or the input, if making one
         has not."""
 
-    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
+    def start(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
         """Reads the input, once.
 
         Args: done: fingerprints of the requests that have a row; `failed`: of those whose row is an
@@ -86,10 +86,10 @@ class Surveyor(Protocol):
         """
 
     @property
-    def closing(self) -> Closing:
+    def totals(self) -> InputTotals:
         """Once all of it is taken."""
 
-    def __enter__(self) -> Surveyor: ...
+    def __enter__(self) -> Survey: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -98,11 +98,11 @@ class Surveyor(Protocol):
 
 
 class SubprocessSurvey:
-    """A `Surveyor` in a process of its own, which does not outlive this one, and the `Source` that
+    """A `Survey` in a process of its own, which does not outlive this one, and the `Source` that
     it begins. Where a video's headers end that process, another one reads the rest, and each
     video's in a process of its own first.
 
-    Raises: UsageError: as `Surveyor` says. RunError: its process ended, with nothing read that was
+    Raises: UsageError: as `Survey` says. RunError: its process ended, with nothing read that was
         the cause.
     """
 
@@ -113,8 +113,8 @@ class SubprocessSurvey:
         self._handed_on = bytearray()
         self._begun = self._wary = False
         self._facts: JobFacts | None = None
-        self._closing: Closing | None = None
-        self._start()
+        self._closing: InputTotals | None = None
+        self._start_process()
 
     @property
     def facts(self) -> JobFacts:
@@ -123,7 +123,7 @@ class SubprocessSurvey:
             self._facts = self._answer()
         return self._facts
 
-    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
+    def start(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
         _ = self.facts  # which come first
         self._rows = (b"".join(done), b"".join(failed))
         self._begun = True
@@ -135,7 +135,7 @@ class SubprocessSurvey:
         return self._closing is not None
 
     @property
-    def closing(self) -> Closing:
+    def totals(self) -> InputTotals:
         assert self._closing is not None, "there is more to take"
         return self._closing
 
@@ -151,7 +151,7 @@ class SubprocessSurvey:
         self._closing = answer
         return None
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         self._pipe, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", START, str(ROOT), str(theirs.fileno())],
@@ -188,7 +188,7 @@ class SubprocessSurvey:
         )
         self._end()
         self._wary = True
-        self._start()
+        self._start_process()
         self._facts = self._answer()
         done, failed = self._rows
         self._tell((done + self._handed_on, failed))

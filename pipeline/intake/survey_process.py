@@ -15,13 +15,13 @@ from pipeline.config import Job, draft_of, model_path
 from pipeline.intake import requests
 from pipeline.intake.prefetch import Prefetcher, Source
 from pipeline.intake.requests import (
-    Probed,
-    Requests,
-    found,
-    manifest_of,
-    window_of,
+    ProbeAll,
+    RequestStream,
+    open_job_manifest,
+    plan_in_batches,
+    resolve_max_model_len,
 )
-from pipeline.intake.survey import Closing, JobFacts
+from pipeline.intake.survey import InputTotals, JobFacts
 from pipeline.output.ledger import split
 from pipeline.records import (
     ProbedRequest,
@@ -37,7 +37,7 @@ from std_core.model.tensor_parallel import undividable
 MADE = 4  # batches of headers that are read ahead
 
 
-class Survey:
+class BlockingSurvey:
     """A job's model and input. Raises UsageError for what is wrong with them, or with the job's
     draft for the model.
 
@@ -45,13 +45,13 @@ class Survey:
         probed: reads headers.
     """
 
-    def __init__(self, job: Job, prompts: Sequence[str], probed: Probed = requests.probed):
-        self.probed = probed
+    def __init__(self, job: Job, prompts: Sequence[str], probe_all: ProbeAll = requests.probe_all):
+        self.probe_all = probe_all
         self.job = job
         self.checkpoint = _load(job)
         _check_draft(job, self.checkpoint)
-        window = window_of(job, self.checkpoint)
-        manifest = manifest_of(job, prompts)
+        window = resolve_max_model_len(job, self.checkpoint)
+        manifest = open_job_manifest(job, prompts)
         here = device_at_hand("cuda" if torch.cuda.is_available() else "cpu")
         revision = self.checkpoint.revision
         account = self.checkpoint.account(job.dtype)
@@ -59,38 +59,38 @@ class Survey:
             revision, window, account, self.checkpoint.draws, here, manifest.input_schema
         )
         self._items = manifest.items
-        self.closing = Closing(0, 0)
+        self.totals = InputTotals(0, 0)
 
-    def found(
+    def plan_requests(
         self, done: Set[bytes] = frozenset(), failed: Set[bytes] = frozenset()
     ) -> Iterator[list[ProbedRequest]]:
-        """As `Surveyor.begin` has it, in batches; `closing` is of what was read."""
+        """As `Survey.start` has it, in batches; `totals` is of what was read."""
         items = islice(self._items(), self.job.limit)
-        every = Requests(
-            items, job=self.job, revision=self.facts.revision, ids=set(), probed=self.probed
+        every = RequestStream(
+            items, job=self.job, revision=self.facts.revision, ids=set(), probe_all=self.probe_all
         )
-        yield from found(every.without_row(done), self.job, self.checkpoint, self.probed)
-        self.closing = Closing(len(every.ids), len(every.ids & failed))
+        yield from plan_in_batches(every.pending(done), self.job, self.checkpoint, self.probe_all)
+        self.totals = InputTotals(len(every.ids), len(every.ids & failed))
 
 
 class InProcessSurvey:
-    """A `Surveyor` whose work is done by a thread of this process."""
+    """A `Survey` whose work is done by a thread of this process."""
 
-    def __init__(self, job: Job, prompts: Sequence[str], probed: Probed = requests.probed):
-        self._survey = Survey(job, prompts, probed)
+    def __init__(self, job: Job, prompts: Sequence[str], probe_all: ProbeAll = requests.probe_all):
+        self._survey = BlockingSurvey(job, prompts, probe_all)
         self.facts = self._survey.facts
         self._ahead: Prefetcher[list[ProbedRequest]] | None = None
 
-    def begin(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
-        batches = self._survey.found(
+    def start(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
+        batches = self._survey.plan_requests(
             frozenset(done), frozenset(failed)
         )  # the sets may change meanwhile
         self._ahead = Prefetcher(lambda put: _each(put, batches), MADE)
         return self._ahead
 
     @property
-    def closing(self) -> Closing:
-        return self._survey.closing
+    def totals(self) -> InputTotals:
+        return self._survey.totals
 
     def __enter__(self) -> InProcessSurvey:
         return self
@@ -151,11 +151,13 @@ def serve(pipe: int) -> None:
 
 def _survey(connection: Connection) -> None:
     job, prompts, wary = connection.recv()
-    with InProcessSurvey(job, prompts, isolated_probe.probed if wary else requests.probed) as here:
+    with InProcessSurvey(
+        job, prompts, isolated_probe.probe_all if wary else requests.probe_all
+    ) as here:
         connection.send(here.facts)
         done, failed = map(split, connection.recv())
-        found = here.begin(set(done), set(failed))
+        found = here.start(set(done), set(failed))
         while not found.closed:
             if batch := found.take(1.0):
                 connection.send(batch)
-        connection.send(here.closing)
+        connection.send(here.totals)

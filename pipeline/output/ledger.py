@@ -108,7 +108,7 @@ def record_names(output: str) -> list[str]:
 def load_records(output: str, names: Iterable[str]) -> dict[str, Record]:
     """The records that parse, by name; those that vanish meanwhile are left out. Raises
     RequestError."""
-    loaded = storage.each(lambda name: _load(output, name), list(names))
+    loaded = storage.map_concurrently(lambda name: _load(output, name), list(names))
     return {record.name: record for record in loaded if record is not None}
 
 

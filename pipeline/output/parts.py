@@ -139,7 +139,7 @@ def _read_parts(output: str, names: Iterable[str]) -> list[pa.Table]:
         (r for r in loaded if sizes.get(f"part-{r.name}.parquet") == r.size), key=lambda r: r.key
     )
     old = ledger.superseded(records)
-    return storage.each(
+    return storage.map_concurrently(
         lambda record: read_part(output, record, old.get(record.name, set())), records
     )
 

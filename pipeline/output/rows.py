@@ -89,7 +89,7 @@ def _asked(
     return {
         **item.columns,
         "request_id": request_id,
-        "video_uri": storage.recorded(item.video_uri),
+        "video_uri": storage.redact_utf8(item.video_uri),
         "prompt": item.prompt,
         "video_start": start or 0.0,
         "video_end": end if info is None else min(end or info.duration, info.duration),

@@ -138,7 +138,7 @@ def read_runs(output: str) -> list[Run]:
     names = [
         name for name in storage.list_names(folder) if name.endswith(".json") and name[0] != "."
     ]
-    found = storage.each(
+    found = storage.map_concurrently(
         lambda name: _parsed(storage.read_bytes(storage.join(folder, name))), names
     )
     return sorted((run for run in found if run is not None), key=lambda run: run.began)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import av
 import numpy as np
 
+from pipeline.video.containers import HEAD, Readable, sniff
+
 # s; at most a quarter of a frame: containers round their time stamps to a millisecond, GIF to ten
 SLACK = 0.010
 
@@ -48,7 +50,7 @@ class DecodeJob:
         return min(SLACK, 0.25 / self.fps)
 
 
-class Sink:
+class FrameBuffer:
     """Where a decoder puts what it finds, planned time by planned time: frames one after another
     into shared memory, with room for all that are planned, and for each time which of them it
     shows.
@@ -66,7 +68,7 @@ class Sink:
         self.frame_indices: list[int] = []
         os.ftruncate(memory, self.room * math.prod(self.shape))
 
-    def put(self, at: float, image: np.ndarray) -> None:
+    def add(self, at: float, image: np.ndarray) -> None:
         """The next planned time's frame, which begins `at` s after the first one; (height, width,
         3) uint8."""
         if (
@@ -79,16 +81,16 @@ class Sink:
         self.pts.append(round(at, 6))
         self.frame_indices.append(len(self.pts) - 1)
 
-    def repeat(self) -> None:
+    def repeat_last(self) -> None:
         """The next planned time shows the frame that was put last."""
         self.frame_indices.append(len(self.pts) - 1)
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """The next planned time's frame is missing or damaged."""
         self.frame_indices.append(-1)
 
     @property
-    def lost(self) -> int:
+    def num_lost(self) -> int:
         """Planned times without a frame so far, those that no decoder came to included."""
         return self.room - len(self.frame_indices) + self.frame_indices.count(-1)
 
@@ -96,6 +98,19 @@ class Sink:
         """Forgets everything, for a decoder that starts again."""
         self.pts.clear()
         self.frame_indices.clear()
+
+
+def demuxer_of(source: str, reader: Readable | None = None) -> str:
+    """The demuxer of a file, by its first bytes: the file may have changed since it was probed."""
+    if reader is None:
+        with open(source, "rb") as local:
+            known = sniff(local.read(HEAD))
+    else:
+        known = sniff(reader.read(HEAD))
+        reader.seek(0)
+    if known is None:
+        raise DecodeError("not_a_video", "it does not begin like a video")
+    return known[0]
 
 
 def resize(image: np.ndarray | av.VideoFrame, height: int, width: int, rotation: int) -> np.ndarray:

@@ -16,15 +16,15 @@ from pipeline import storage
 from pipeline.records import ERROR_CODES, FramePlan, Frames, RequestError, VideoInfo
 from pipeline.video.decode_job import DecodeError, DecodeJob
 from pipeline.video.frame_plan import plan_frames
-from pipeline.video.sandbox import Outcome, give_worker, take_worker
+from pipeline.video.sandbox import DecodeOutcome, return_worker, take_worker
 
 __all__ = ["Limits", "decode", "plan_frames"]
 
 DECODERS = {
-    "decord": "pipeline.video.decoders:with_decord",
-    "pyav": "pipeline.video.decoders:with_pyav",
+    "decord": "pipeline.video.decord_reader:decode",
+    "pyav": "pipeline.video.pyav_reader:decode",
 }
-_DOWNLOAD = "pipeline.video.decoders:download"
+_DOWNLOAD = "pipeline.video.download:download"
 _FINAL = frozenset(
     ("not_found", "access_denied", "storage_error", "not_a_video", "no_video_stream")
 )  # for any decoder
@@ -70,7 +70,7 @@ def decode(
             last one's failure; `too_large`; storage's own codes.
     """
     local = storage.local_path(uri)
-    name = storage.shown(uri)
+    name = storage.display_uri(uri)
     run = _Run(plan, limits, time.monotonic() + limits.deadline * plan.windows, name)
     order = decoders or DECODERS
     job = DecodeJob(
@@ -100,7 +100,7 @@ def decode(
     )
 
 
-def _remote(run: _Run, job: DecodeJob, order: dict[str, str]) -> tuple[str, Outcome] | None:
+def _remote(run: _Run, job: DecodeJob, order: dict[str, str]) -> tuple[str, DecodeOutcome] | None:
     """In pieces if that is enough, else by a copy on the local disk."""
     pieces = {label: decoder for label, decoder in order.items() if label == "pyav"}
     if won := run.first_good(job, pieces, more=True):
@@ -136,7 +136,7 @@ class _Run:
 
     def first_good(
         self, job: DecodeJob, order: dict[str, str], more: bool = False
-    ) -> tuple[str, Outcome] | None:
+    ) -> tuple[str, DecodeOutcome] | None:
         """The first decoder's result that is good enough; `more` if further attempts follow
         these."""
         for number, (label, decoder) in enumerate(order.items(), 1):
@@ -147,16 +147,16 @@ class _Run:
             self._note(label, *outcome.error)
         return None
 
-    def attempt(self, decoder: str, job: DecodeJob, seconds: float) -> Outcome:
+    def attempt(self, decoder: str, job: DecodeJob, seconds: float) -> DecodeOutcome:
         try:
             worker = take_worker()
         except DecodeError as error:
-            return Outcome(error=(error.code, error.reason))
+            return DecodeOutcome(error=(error.code, error.reason))
         try:
             cpu = self.limits.cpu_seconds or math.ceil(seconds) + 1
             return worker.run(decoder, job, self.limits.memory_bytes, cpu, seconds)
         finally:
-            give_worker(worker)
+            return_worker(worker)
 
     def failure(self) -> RequestError:
         """The last decoder's failure speaks for all, unless one found the file cut short."""
@@ -166,14 +166,14 @@ class _Run:
         code = "truncated_file" if "truncated_file" in codes else codes[-1]
         return RequestError(code, f"{self.name} could not be decoded: {reasons}")
 
-    def _judged(self, outcome: Outcome) -> Outcome:
+    def _judged(self, outcome: DecodeOutcome) -> DecodeOutcome:
         """An error where too little was found."""
         if outcome.error is None and not outcome.pts:
-            return Outcome(error=("zero_frames", "no frame was found"))
+            return DecodeOutcome(error=("zero_frames", "no frame was found"))
         planned = len(self.plan.times)
         intact = planned - outcome.frame_indices.count(-1)
         if outcome.error is None and self.plan.windows == 1 and 2 * intact < planned:
-            return Outcome(
+            return DecodeOutcome(
                 error=("truncated_file", f"only {intact} of {planned} frames are intact")
             )
         return outcome

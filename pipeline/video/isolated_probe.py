@@ -9,20 +9,21 @@ from pipeline import storage
 from pipeline.records import RequestError, VideoInfo
 from pipeline.video.decode_job import DecodeJob
 from pipeline.video.probe import probe
-from pipeline.video.sandbox import give_worker, take_worker
+from pipeline.video.sandbox import return_worker, take_worker
 
 TRIED = "pipeline.video.probe:try_headers"
-MOST = 4  # processes, each of which has the decoders loaded
+MAX_WORKERS = 4  # processes, each of which has the decoders loaded
 # bytes and s that the headers of one video may take
 MEMORY = 2 << 30
 SECONDS = 60
 ENDED = frozenset(("decode_crashed", "decode_timeout"))  # it did not come back
 
 
-def probed(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
-    """As `pipeline.intake.requests.probed`; a video whose headers end the process that reads them
+def probe_all(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
+    """As `pipeline.intake.requests.probe_all`; a video whose headers end the process that reads them
     is an error."""
-    return storage.map_concurrently(_probe, uris, MOST)
+    results = storage.map_concurrently(_probe, uris, threads=MAX_WORKERS, min_items=2)
+    return dict(zip(uris, results, strict=True))
 
 
 def _probe(uri: str) -> VideoInfo | RequestError:
@@ -40,10 +41,12 @@ def _probe(uri: str) -> VideoInfo | RequestError:
         size_bytes=0,
     )
     outcome = worker.run(TRIED, job, MEMORY, SECONDS, float(SECONDS))
-    give_worker(worker)
+    return_worker(worker)
     if outcome.error is not None and outcome.error[0] in ENDED:
         code, why = outcome.error
-        return RequestError(code, f"{storage.shown(uri)}: nothing can read its headers: {why}")
+        return RequestError(
+            code, f"{storage.display_uri(uri)}: nothing can read its headers: {why}"
+        )
     try:
         return probe(uri)
     except RequestError as error:

@@ -22,7 +22,7 @@ from pipeline.video.containers import (
     sniff,
     video_stream,
 )
-from pipeline.video.decode_job import DecodeJob, Sink
+from pipeline.video.decode_job import DecodeJob, FrameBuffer
 
 MAX_FRAME_PIXELS = (
     1 << 26
@@ -39,7 +39,7 @@ def probe(uri: str) -> VideoInfo:
             `no_video_stream`, `truncated_file`, `too_large`, `zero_frames`.
     """
     file = storage.info(uri)
-    name = storage.shown(uri)
+    name = storage.display_uri(uri)
     if file.size == 0:
         raise RequestError("empty_file", f"{name} is empty: it has 0 bytes")
     with storage.open_read(uri, BLOCK) as reader:
@@ -58,7 +58,7 @@ def probe(uri: str) -> VideoInfo:
             raise _broken(reader, demuxer, container, file.size, name=name) from error
 
 
-def try_headers(job: DecodeJob, sink: Sink) -> None:
+def try_headers(job: DecodeJob, buffer: FrameBuffer) -> None:
     """As a decoder of no frame, in a process of its own: only whether it comes back is of
     interest."""
     probe(job.source)

@@ -12,6 +12,7 @@ Whatever is lost along such short cuts is looked for again without them."""
 
 from __future__ import annotations
 
+import importlib
 from bisect import bisect_left
 from collections import deque
 from contextlib import suppress
@@ -29,17 +30,35 @@ from pipeline.video.containers import (
     quarter_turns,
     video_stream,
 )
-from pipeline.video.decode_job import DecodeError, DecodeJob, Sink, resize
+from pipeline.video.decode_job import DecodeError, DecodeJob, FrameBuffer, demuxer_of, resize
 
 INDEXED = frozenset(
     ("mov", "matroska", "avi", "gif")
 )  # demuxers that can be trusted to find a key frame
 REMOTE_SHARE = 0.5  # of a file; from here on it is downloaded instead of read in pieces
 RECENT = 64  # packets that are remembered; codecs reorder 16 at the most
+SMALL = 4 * BLOCK  # bytes; a remote file as small as this is downloaded, whatever is needed of it
 _TICK = 1e-4  # s; below any frame's duration
 
 
-def read_through(source: str | Readable, demuxer: str, job: DecodeJob, sink: Sink) -> None:
+def decode(job: DecodeJob, buffer: FrameBuffer) -> None:
+    """Frames through PyAV, from a local path or, in pieces, from object storage; what is damaged is
+    passed over.
+
+    Raises:
+        DecodeError: `download` where reading in pieces would read half of a remote file or more.
+    """
+    if not job.remote:
+        read_through(job.source, demuxer_of(job.source), job, buffer)
+        return
+    if job.size_bytes <= SMALL:
+        raise DecodeError("download", "it is small")
+    storage = importlib.import_module("pipeline.storage")
+    with storage.open_read(job.source, BLOCK) as reader:
+        read_through(reader, demuxer_of(job.source, reader), job, buffer)
+
+
+def read_through(source: str | Readable, demuxer: str, job: DecodeJob, buffer: FrameBuffer) -> None:
     """Settles all planned times of a video.
 
     Raises: DecodeError: `download` where reading in pieces would read half of a remote file or
@@ -59,24 +78,24 @@ def read_through(source: str | Readable, demuxer: str, job: DecodeJob, sink: Sin
             container,
             stream=stream,
             job=job,
-            seen=_Seen(job, sink, counting, stream.time_base),
+            seen=_Seen(job, buffer, counting, stream.time_base),
             skip=demuxer in INDEXED and not counting,
         )
         short.run()
         if (
-            sink.lost and short.cut and not job.remote
+            buffer.num_lost and short.cut and not job.remote
         ):  # some streams decode from their key frames only after a while
-            sink.clear()
+            buffer.clear()
             container.seek(0)
             stream.codec_context.skip_frame = "DEFAULT"
             _Pass(
                 container,
                 stream=stream,
                 job=job,
-                seen=_Seen(job, sink, counting, stream.time_base),
+                seen=_Seen(job, buffer, counting, stream.time_base),
                 skip=False,
             ).run()
-        if sink.lost == len(job.times) and index_end(stream) > job.size_bytes:
+        if buffer.num_lost == len(job.times) and index_end(stream) > job.size_bytes:
             raise DecodeError("truncated_file", "the file ends before its frames do")
 
 
@@ -245,9 +264,9 @@ class _Pass:
 class _Seen:
     """Which planned times are settled, as frames come by in presentation order."""
 
-    def __init__(self, job: DecodeJob, sink: Sink, counting: bool, tick: Fraction):
+    def __init__(self, job: DecodeJob, buffer: FrameBuffer, counting: bool, tick: Fraction):
         self.job = job
-        self.sink = sink
+        self.buffer = buffer
         self.counting = counting
         self.tick = tick
         self.exact = False  # whether a frame carries the time of its packet
@@ -317,7 +336,7 @@ class _Seen:
             self.settle()
         while not self.done:
             self.next += 1
-            self.sink.lose()
+            self.buffer.mark_lost()
 
     def settle(self) -> None:
         """The next planned time shows the frame held."""
@@ -325,12 +344,12 @@ class _Seen:
         at = self.at or 0.0
         self.next += 1
         if self.held is None or self._covered(at, time + self.job.slack):
-            self.sink.lose()
+            self.buffer.mark_lost()
         elif self.handed:
-            self.sink.repeat()
+            self.buffer.repeat_last()
         else:
             turn = quarter_turns(self.held.rotation)
-            self.sink.put(at, resize(self.held, self.job.height, self.job.width, turn))
+            self.buffer.add(at, resize(self.held, self.job.height, self.job.width, turn))
             self.handed = True
 
     def _covered(self, at: float, time: float) -> bool:

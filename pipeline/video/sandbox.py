@@ -25,14 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.video.decode_job import DecodeError, DecodeJob, Sink
+from pipeline.video.decode_job import DecodeError, DecodeJob, FrameBuffer
 
 START_SECONDS = 120.0  # to load the decoders; a busy machine takes seconds
 _ROOT = str(Path(__file__).resolve().parent.parent.parent)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DecodeOutcome:
     """What became of one attempt: frames, or `error` as (code, reason)."""
 
     pixels: np.ndarray | None = None  # (T, height, width, 3) uint8
@@ -72,7 +72,7 @@ class Worker:
 
     def run(
         self, decoder: str, job: DecodeJob, memory_bytes: int, cpu_seconds: int, deadline: float
-    ) -> Outcome:
+    ) -> DecodeOutcome:
         """One attempt by the function `decoder` ("module:name"), ended after `deadline` s at the
         latest."""
         limits = {"memory": memory_bytes, "cpu": cpu_seconds, "deadline": deadline}
@@ -90,8 +90,8 @@ class Worker:
             return self._outcome(int(status), job)
         self.close()
         if status is None:
-            return Outcome(error=("decode_timeout", f"it took longer than {deadline:.3g} s"))
-        return Outcome(error=("decode_crashed", "its process was killed"))
+            return DecodeOutcome(error=("decode_timeout", f"it took longer than {deadline:.3g} s"))
+        return DecodeOutcome(error=("decode_crashed", "its process was killed"))
 
     @property
     def alive(self) -> bool:
@@ -116,32 +116,32 @@ class Worker:
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         return self.process.stdout.readline() if ready else None
 
-    def _outcome(self, status: int, job: DecodeJob) -> Outcome:
+    def _outcome(self, status: int, job: DecodeJob) -> DecodeOutcome:
         code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGXCPU or code == -signal.SIGALRM:
-            return Outcome(error=("decode_timeout", "it used up its CPU time"))
+            return DecodeOutcome(error=("decode_timeout", "it used up its CPU time"))
         if code:
             cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-            return Outcome(error=("decode_crashed", f"it crashed ({cause})"))
+            return DecodeOutcome(error=("decode_crashed", f"it crashed ({cause})"))
         return _unpack(self.memory, job)
 
 
-def _unpack(memory: int, job: DecodeJob) -> Outcome:
+def _unpack(memory: int, job: DecodeJob) -> DecodeOutcome:
     """The frames, copied out; the buffer holds room for all planned ones, then the report."""
     room = len(job.times) * job.height * job.width * 3
     length = os.fstat(memory).st_size - room
     if length <= 0:
-        return Outcome(error=("decode_crashed", "its process ended without a word"))
+        return DecodeOutcome(error=("decode_crashed", "its process ended without a word"))
     report = json.loads(os.pread(memory, length, room))
     if report["error"]:
-        return Outcome(error=tuple(report["error"]))
+        return DecodeOutcome(error=tuple(report["error"]))
     pixels = np.empty((len(report["pts"]), job.height, job.width, 3), np.uint8)
     at = 0
     view = pixels.reshape(-1).data
     while at < len(view):  # one read returns 2 GiB at the most
         at += os.preadv(memory, [view[at:]], at)
-    frame_indices = report["shows"] + [-1] * (len(job.times) - len(report["shows"]))
-    return Outcome(pixels, tuple(report["pts"]), tuple(frame_indices))
+    shows = report["shows"] + [-1] * (len(job.times) - len(report["shows"]))
+    return DecodeOutcome(pixels, tuple(report["pts"]), tuple(shows))
 
 
 _idle: list[Worker] = []
@@ -169,7 +169,7 @@ def take_worker() -> Worker:
     return Worker()
 
 
-def give_worker(worker: Worker) -> None:
+def return_worker(worker: Worker) -> None:
     """Back to the pool, if it still runs."""
     if worker.alive:
         _idle.append(worker)
@@ -191,7 +191,8 @@ def serve(memory: int) -> None:
     sys.modules["nvidia"] = None  # type: ignore[assignment]  # decord would load all of CUDA: 2 s and 650 MB for nothing
     with contextlib.suppress(ImportError, OSError):  # without it, each attempt by decord says so
         importlib.import_module("decord")
-    importlib.import_module("pipeline.video.decoders")
+    importlib.import_module("pipeline.video.decord_reader")
+    importlib.import_module("pipeline.video.pyav_reader")
     sys.stdout.buffer.write(b"ready\n")
     sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
@@ -228,14 +229,14 @@ def _report(memory: int, job: DecodeJob, module: str, name: str) -> None:
     """Runs the decoder; leaves the frames and, behind room for all planned ones, the report in the
     shared memory."""
     error = None
-    sink = Sink(memory, job)
+    buffer = FrameBuffer(memory, job)
     try:
-        getattr(importlib.import_module(module), name)(job, sink)
+        getattr(importlib.import_module(module), name)(job, buffer)
     except MemoryError:
         error = ("decode_crashed", "it ran out of the memory it may take")
     except Exception as failure:  # whatever a decoder raises is this attempt's result
         error = (getattr(failure, "code", "decode_error"), _reason(failure))
-    report = {"pts": sink.pts, "shows": sink.frame_indices, "error": error}
+    report = {"pts": buffer.pts, "shows": buffer.frame_indices, "error": error}
     os.pwrite(memory, json.dumps(report).encode(), os.fstat(memory).st_size)
 
 

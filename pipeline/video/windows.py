@@ -20,13 +20,17 @@ from pipeline.records import (
 )
 
 SPAN_BYTES = 256 << 20  # of frames that one pass hands on
-SPAN = 8  # windows that one pass decodes at most, so that other processors have work too
+MAX_SPAN_WINDOWS = (
+    8  # windows that one pass decodes at most, so that other processors have work too
+)
 REST = 0.1  # of a window: a shorter rest at the end belongs to the window before
 
 Window = tuple[float, float]  # s, start and end; the end is the first moment behind it
 
 
-def windows(info: VideoInfo, options: FrameOptions, seconds: float, overlap: float) -> list[Window]:
+def split_into_windows(
+    info: VideoInfo, options: FrameOptions, seconds: float, overlap: float
+) -> list[Window]:
     """The windows of the chosen part of a video, each `seconds` long and beginning `overlap` s
     before the end of the one before; the last one ends with the part. At least one."""
     start = options.video_start or 0.0
@@ -53,7 +57,7 @@ class Span:
         return len(self.plan.times) * self.plan.height * self.plan.width * 3
 
 
-def spans(requests: Iterable[PlannedRequest]) -> Iterator[Span]:
+def group_into_spans(requests: Iterable[PlannedRequest]) -> Iterator[Span]:
     """Requests that share a video, or are about neighbouring windows of one, in the order in which
     they first come."""
     groups: dict[str, list[PlannedRequest]] = {}
@@ -74,7 +78,7 @@ def spans(requests: Iterable[PlannedRequest]) -> Iterator[Span]:
 def _together(members: Sequence[Sequence[PlannedRequest]], new: PlannedRequest) -> bool:
     """Whether a window goes on where the last one ends, with frames of the same size."""
     last = members[-1][0]
-    if last.window is None or new.window is None or len(members) == SPAN:
+    if last.window is None or new.window is None or len(members) == MAX_SPAN_WINDOWS:
         return False
     same = (last.info.uri, last.info.version) == (new.info.uri, new.info.version)
     sizes = (last.frame_plan.height, last.frame_plan.width) == (
@@ -86,10 +90,10 @@ def _together(members: Sequence[Sequence[PlannedRequest]], new: PlannedRequest) 
 
 def _of(members: Sequence[Sequence[PlannedRequest]]) -> Span:
     plans = [group[0].frame_plan for group in members]
-    return Span(tuple(request for group in members for request in group), merged(plans))
+    return Span(tuple(request for group in members for request in group), merge_plans(plans))
 
 
-def merged(plans: Sequence[FramePlan]) -> FramePlan:
+def merge_plans(plans: Sequence[FramePlan]) -> FramePlan:
     """One pass's plan for several windows: each moment once."""
     if len(plans) == 1:
         return plans[0]
@@ -99,7 +103,7 @@ def merged(plans: Sequence[FramePlan]) -> FramePlan:
     )
 
 
-def part(
+def frames_of_window(
     frames: Frames, whole: FramePlan, plan: FramePlan
 ) -> tuple[Frames | RequestError, tuple[int, ...]]:
     """Of a pass's frames those of one of its windows: what is known of them, and their numbers

@@ -53,7 +53,7 @@ def test_names_are_literal(folder: str, name: str) -> None:
     uri = storage.join(folder, name)
     assert storage.read_bytes(uri) == name.encode()
     assert storage.info(uri).size == len(name.encode())
-    assert list(storage.expand(uri)) == [uri]
+    assert list(storage.expand_glob(uri)) == [uri]
     assert tails(folder, storage.list_files(folder)) == [name]
     assert storage.list_names(folder) == [name]
     with storage.open_read(uri) as file:
@@ -93,7 +93,7 @@ def test_listings_longer_than_a_page(s3: Any, monkeypatch: pytest.MonkeyPatch) -
     assert page["IsTruncated"]
     assert tails(s3.bucket, storage.list_files(s3.bucket)) == [f"many/{i}.mp4" for i in range(8)]
     assert len(storage.list_names(storage.join(s3.bucket, "many"))) == 8
-    assert len(list(storage.expand(storage.join(s3.bucket, "many/*.mp4")))) == 8
+    assert len(list(storage.expand_glob(storage.join(s3.bucket, "many/*.mp4")))) == 8
 
 
 GLOBS = {
@@ -128,7 +128,7 @@ def test_globs(folder: str, pattern: str, expected: list[str]) -> None:
     )
     if "[x]" in pattern:
         write(folder, "[x]/g.mp4", "x/h.mp4")
-    assert tails(folder, storage.expand(storage.join(folder, pattern))) == expected
+    assert tails(folder, storage.expand_glob(storage.join(folder, pattern))) == expected
 
 
 def test_a_large_file_is_read_in_ranges(folder: str) -> None:
@@ -289,7 +289,7 @@ def test_a_file_behind_http(s3: Any) -> None:
     storage.put(storage.join(s3.bucket, "a b.mp4"), b"0123456789")
     key = {"Bucket": s3.bucket.removeprefix("s3://"), "Key": "a b.mp4"}
     url = s3.client().generate_presigned_url("get_object", Params=key)
-    assert list(storage.expand(url)) == [url]
+    assert list(storage.expand_glob(url)) == [url]
     with storage.open_read(url) as file:
         file.seek(4)
         assert file.read(2) == b"45"

@@ -10,12 +10,12 @@ import pytest
 from jobs.demo_model import model, world
 from pipeline.config import Job
 from pipeline.intake.requests import (
-    FIRST,
-    MOST,
-    Requests,
-    found,
-    look,
-    window_of,
+    FIRST_BATCH,
+    MAX_BATCH,
+    RequestStream,
+    plan_in_batches,
+    plan_requests,
+    resolve_max_model_len,
 )
 from pipeline.job import main
 from pipeline.records import (
@@ -56,7 +56,7 @@ def test_a_model_that_takes_no_video_is_refused_before_anything_starts(
 
 
 def ids(items: list[InputRow], job: Job, done: frozenset[bytes] = frozenset()) -> list[str]:
-    return [p.request_id for p in Requests(items, job, "r", set()).without_row(done)]
+    return [p.request_id for p in RequestStream(items, job, "r", set()).pending(done)]
 
 
 def test_requests_are_named_by_what_changes_their_text(clip: str) -> None:
@@ -84,24 +84,25 @@ def test_what_has_a_row_is_left_out_and_a_repeated_id_is_one_request(clip: str) 
     ]
     names = ids(items, Job())
     assert len(names) == 2
-    requests = Requests(items, Job(), "r", set())
-    assert [p.request_id for p in requests.without_row({bytes.fromhex(names[0])})] == names[1:]
+    requests = RequestStream(items, Job(), "r", set())
+    assert [p.request_id for p in requests.pending({bytes.fromhex(names[0])})] == names[1:]
     assert requests.ids == {bytes.fromhex(name) for name in names}
 
 
 def test_a_context_is_the_prompt_and_the_visual_tokens(clip: str, checkpoint: Checkpoint) -> None:
     pool = [PendingRequest("1", InputRow(clip, "Describe this video."))]
-    [planned] = look(pool, Job(), checkpoint)
+    [planned] = plan_requests(pool, Job(), checkpoint)
     assert isinstance(planned, PlannedRequest)
     assert planned.context == planned.frame_plan.tokens + checkpoint.prompt_tokens(
         "Describe this video."
     )
-    [too_long] = look(pool, Job(max_model_len=planned.context), checkpoint)
+    [too_long] = plan_requests(pool, Job(max_model_len=planned.context), checkpoint)
     assert isinstance(too_long, FailedRequest)
     assert too_long.error.code == "context_too_long"
     assert too_long.info == planned.info
     assert isinstance(
-        next(look(pool, Job(max_model_len=planned.context + 1), checkpoint)), PlannedRequest
+        next(plan_requests(pool, Job(max_model_len=planned.context + 1), checkpoint)),
+        PlannedRequest,
     )
 
 
@@ -114,7 +115,7 @@ def test_every_request_is_planned_or_fails(clip: str, checkpoint: Checkpoint) ->
         InputRow(clip, "b"),
     ]
     pool = [PendingRequest(str(i), item) for i, item in enumerate(items)]
-    [batch] = found(pool, Job(), checkpoint)
+    [batch] = plan_in_batches(pool, Job(), checkpoint)
     assert [one.request_id for one in batch if isinstance(one, PlannedRequest)] == ["0", "4"]
     assert {
         one.pending.request_id: one.error.code for one in batch if isinstance(one, FailedRequest)
@@ -126,16 +127,16 @@ def test_every_request_is_planned_or_fails(clip: str, checkpoint: Checkpoint) ->
 
 
 def test_no_window_beyond_the_models_own(checkpoint: Checkpoint) -> None:
-    assert window_of(Job(), checkpoint) == checkpoint.max_model_len
+    assert resolve_max_model_len(Job(), checkpoint) == checkpoint.max_model_len
     with pytest.raises(UsageError, match="--max-model-len"):
-        window_of(Job(max_model_len=checkpoint.max_model_len + 1), checkpoint)
+        resolve_max_model_len(Job(max_model_len=checkpoint.max_model_len + 1), checkpoint)
 
 
 def test_a_texts_draft_is_part_of_its_identity_only_where_it_makes_the_text(tmp_path: Path) -> None:
     def ids(**settings: Any) -> set[str]:
         job = Job(input=str(tmp_path), **settings)
         items = [InputRow(str(tmp_path / "a.mp4"), "?")]
-        return {p.request_id for p in Requests(items, job, "1", set()).without_row(frozenset())}
+        return {p.request_id for p in RequestStream(items, job, "1", set()).pending(frozenset())}
 
     assert ids() == ids(draft="random") == ids(mode="dense") == ids(gamma=2)
     sparse = ids(mode="sparse")
@@ -154,20 +155,20 @@ def test_few_headers_are_read_before_the_first_requests_are_known_and_never_very
         for taken in range(1, 3001):
             yield PendingRequest(str(taken), InputRow(clip, "a"))
 
-    batches = found(pending(), Job(), checkpoint)
+    batches = plan_in_batches(pending(), Job(), checkpoint)
     sizes = [len(next(batches))]
-    assert taken == sizes[0] == FIRST
+    assert taken == sizes[0] == FIRST_BATCH
     sizes += [len(batch) for batch in batches]
-    assert sum(sizes) == 3000 and max(sizes) <= MOST
+    assert sum(sizes) == 3000 and max(sizes) <= MAX_BATCH
 
 
 def test_a_request_that_was_seen_costs_little(tmp_path: Path) -> None:
     """A driver remembers 16 bytes of each of a million requests, whatever Python makes of them."""
     count = 4000
     items = (InputRow(str(tmp_path / "none.mp4"), f"question {i}") for i in range(count))
-    requests = Requests(items, Job(), "r", set())
+    requests = RequestStream(items, Job(), "r", set())
     tracemalloc.start()
-    for _ in requests.without_row(frozenset()):
+    for _ in requests.pending(frozenset()):
         pass
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

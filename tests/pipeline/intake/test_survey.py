@@ -17,7 +17,7 @@ import pytest
 from jobs.demo_model import world
 from pipeline.config import ROOT, Job
 from pipeline.intake.prefetch import Source
-from pipeline.intake.survey import SubprocessSurvey, Surveyor
+from pipeline.intake.survey import SubprocessSurvey, Survey
 from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.records import (
     FailedRequest,
@@ -60,14 +60,14 @@ def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(place)
     job = replace(job, input="videos")
 
-    def survey(surveyor: Surveyor, done: frozenset[bytes] = frozenset()) -> tuple[object, ...]:
+    def survey(surveyor: Survey, done: frozenset[bytes] = frozenset()) -> tuple[object, ...]:
         with surveyor:
-            every = drain(surveyor.begin(done, done))
+            every = drain(surveyor.start(done, done))
             failures = [
                 (f.error.code, f.error.message) for f in every if isinstance(f, FailedRequest)
             ]
             planned = [one for one in every if not isinstance(one, FailedRequest)]
-            return surveyor.facts, ids(every), failures, planned, surveyor.closing
+            return surveyor.facts, ids(every), failures, planned, surveyor.totals
 
     alone = survey(InProcessSurvey(job, PROMPTS))
     apart = survey(SubprocessSurvey(job, PROMPTS))
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_raised_where_it_is_asked_for(job: Job, tmp_path: Path)
     listed.write_bytes(b"a.mp4\n" * 30_000 + b"\xff.mp4\n")
     with SubprocessSurvey(Job(input=str(listed), model=job.model), PROMPTS) as survey:
         assert survey.facts.input_schema.names == []
-        found = survey.begin(frozenset(), frozenset())
+        found = survey.start(frozenset(), frozenset())
         with pytest.raises(UsageError, match=r"list.txt cannot be read"):
             drain(found)
 
@@ -99,14 +99,14 @@ def test_a_survey_that_is_killed_is_gone_on_with_once(
 ) -> None:
     """After a part of the input was handed on; the second time there is nothing to blame."""
     with InProcessSurvey(job, PROMPTS) as here:
-        whole = ids(drain(here.begin(frozenset(), frozenset())))
+        whole = ids(drain(here.start(frozenset(), frozenset())))
     row = {bytes.fromhex(whole[1])}
     with SubprocessSurvey(job, PROMPTS) as survey:
-        found = survey.begin(row, row)
+        found = survey.start(row, row)
         survey._handed_on += bytes.fromhex(whole[0])
         survey._process.send_signal(signal.SIGSEGV)
         assert sorted(ids(drain(found))) == sorted(whole[2:])
-        assert (survey.closing.requests, survey.closing.failed) == (6, 1)
+        assert (survey.totals.requests, survey.totals.failed) == (6, 1)
         assert "was ended by SIGSEGV: each file apart from now on" in caplog.text
         survey._process.wait()
         survey._closing = None  # as if there were more
@@ -119,7 +119,7 @@ def test_a_survey_that_is_killed_is_gone_on_with_once(
 STAND_IN = """
 import os, signal
 
-def try_headers(job, sink):
+def try_headers(job, buffer):
     if open(job.source, "rb").read() == b"kill":
         os.kill(os.getpid(), signal.SIGSEGV)
 """
@@ -133,8 +133,8 @@ def test_only_the_file_that_ends_processes_is_blamed(
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setattr(isolated_probe, "TRIED", "stand_in:try_headers")
-    with InProcessSurvey(job, PROMPTS, isolated_probe.probed) as survey:
-        every = drain(survey.begin(frozenset(), frozenset()))
+    with InProcessSurvey(job, PROMPTS, isolated_probe.probe_all) as survey:
+        every = drain(survey.start(frozenset(), frozenset()))
     errors = {
         Path(f.pending.input_row.video_uri).name: f.error
         for f in every
@@ -151,9 +151,9 @@ def test_only_the_file_that_ends_processes_is_blamed(
 DRIVER = """
 import sys, time
 from pipeline.config import Job
-from pipeline.intake.survey import Apart
+from pipeline.intake.survey import SubprocessSurvey
 
-survey = Apart(Job(input=sys.argv[1], model=sys.argv[2]), ("?",))
+survey = SubprocessSurvey(Job(input=sys.argv[1], model=sys.argv[2]), ("?",))
 survey.facts
 print(survey._process.pid, flush=True)
 time.sleep(600)

@@ -28,15 +28,15 @@ from pipeline.records import FrameOptions, FramePlan, Frames, RequestError, Vide
 from pipeline.video.frame_plan import plan_frames
 from pipeline.video.frames import Limits, decode
 from pipeline.video.probe import probe
-from pipeline.video.sandbox import Outcome, Worker, close_workers, give_worker, take_worker
+from pipeline.video.sandbox import DecodeOutcome, Worker, close_workers, return_worker, take_worker
 from std_core.types import Geometry
 
 RATE = 24
 HEIGHT = 96
 WIDTH = 128
 SMALL = Geometry(min_pixels=4 * 28 * 28, max_pixels=64 * 28 * 28)
-DECORD = {"decord": "pipeline.video.decoders:with_decord"}
-PYAV = {"pyav": "pipeline.video.decoders:with_pyav"}
+DECORD = {"decord": "pipeline.video.decord_reader:decode"}
+PYAV = {"pyav": "pipeline.video.pyav_reader:decode"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -397,32 +397,32 @@ STAND_INS = """
 import os, sys, time
 import numpy as np
 
-def spin(job, sink):
+def spin(job, buffer):
     while True:
         pass
 
-def sleep(job, sink):
+def sleep(job, buffer):
     time.sleep(1000)
 
-def abort(job, sink):
+def abort(job, buffer):
     os.abort()
 
-def leave(job, sink):
+def leave(job, buffer):
     os._exit(0)
 
-def hungry(job, sink):
+def hungry(job, buffer):
     held = []
     while True:
         held.append(np.ones(16 << 20, np.uint8))
 
-def wrong_size(job, sink):
-    sink.put(0.0, np.zeros((3, 3, 3), np.uint8))
+def wrong_size(job, buffer):
+    buffer.add(0.0, np.zeros((3, 3, 3), np.uint8))
     return None
 
-def silent(job, sink):
+def silent(job, buffer):
     return None
 
-def raises(job, sink):
+def raises(job, buffer):
     print("noise on standard output", flush=True)
     raise ValueError("what\\nis this")
 """
@@ -503,7 +503,7 @@ def test_a_decoding_process_may_be_killed_at_any_moment(
             patch.setattr(sys, "executable", str(tmp_path / "ending"))
         elif when == "idle":
             worker = take_worker()
-            give_worker(worker)
+            return_worker(worker)
             worker.process.kill()
             worker.process.wait()
             noticed = iter([True])  # not yet
@@ -513,7 +513,7 @@ def test_a_decoding_process_may_be_killed_at_any_moment(
         else:
             run = Worker.run
 
-            def run_and_be_killed(self: Worker, *task: Any) -> Outcome:
+            def run_and_be_killed(self: Worker, *task: Any) -> DecodeOutcome:
                 threading.Timer(0.5, self.process.kill).start()
                 return run(self, *task)
 

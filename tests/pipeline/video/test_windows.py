@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import Job, parse_job
 from pipeline.intake.requests import (
-    Requests,
+    RequestStream,
 )
 from pipeline.plan import waves
 from pipeline.records import (
@@ -35,7 +35,13 @@ from pipeline.video.frame_plan import plan_frames
 from pipeline.video.frames import decode
 from pipeline.video.probe import probe
 from pipeline.video.sandbox import close_workers
-from pipeline.video.windows import SPAN, merged, part, spans, windows
+from pipeline.video.windows import (
+    MAX_SPAN_WINDOWS,
+    frames_of_window,
+    group_into_spans,
+    merge_plans,
+    split_into_windows,
+)
 from std_core.types import Geometry
 
 GEOMETRY = Geometry(min_pixels=4 * 28 * 28, max_pixels=16 * 28 * 28)
@@ -96,13 +102,16 @@ def planned(
 def test_windows_cover_the_video(
     seconds: float, overlap: float, found: list[tuple[float, float]]
 ) -> None:
-    assert windows(video(), FrameOptions(), seconds, overlap) == found
+    assert split_into_windows(video(), FrameOptions(), seconds, overlap) == found
 
 
 def test_windows_lie_in_the_chosen_part() -> None:
     options = FrameOptions(video_start=10, video_end=50)
-    assert windows(video(), options, 20, 0) == [(10, 30), (30, 50)]
-    assert windows(video(), replace(options, video_end=500.0), 45, 0) == [(10, 55), (55, 100)]
+    assert split_into_windows(video(), options, 20, 0) == [(10, 30), (30, 50)]
+    assert split_into_windows(video(), replace(options, video_end=500.0), 45, 0) == [
+        (10, 55),
+        (55, 100),
+    ]
 
 
 @settings(deadline=None)
@@ -116,7 +125,7 @@ def test_windows_without_overlap_share_no_frame_and_miss_none(
     length: float, seconds: float, overlap: float, fps: float
 ) -> None:
     info = video(max(1, round(length * fps)) / fps, fps)
-    found = windows(info, FrameOptions(), seconds, overlap * seconds)
+    found = split_into_windows(info, FrameOptions(), seconds, overlap * seconds)
     assert found[0][0] == 0
     assert found[-1][1] == info.duration
     assert all(
@@ -138,7 +147,7 @@ def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) 
 
     def pending(job: Job) -> list[PendingRequest]:
         return list(
-            Requests([item, replace(item, prompt="b")], job, "r", set()).without_row(frozenset())
+            RequestStream([item, replace(item, prompt="b")], job, "r", set()).pending(frozenset())
         )
 
     plain = {p.request_id for p in pending(Job())}
@@ -158,7 +167,7 @@ def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window
 
     def first() -> PendingRequest:
         found = list(
-            Requests([InputRow(str(bad), "a")], Job(window_seconds=2.0), "r", set()).without_row(
+            RequestStream([InputRow(str(bad), "a")], Job(window_seconds=2.0), "r", set()).pending(
                 frozenset()
             )
         )
@@ -188,8 +197,11 @@ def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
     info = video()
     other = video(uri="/w.mp4")
     halves = [planned(info, (k * 10.0, k * 10.0 + 10), f"{k}") for k in range(10)]
-    names = [[r.request_id for r in span.requests] for span in spans(halves)]
-    assert names == [[str(k) for k in range(SPAN)], [str(k) for k in range(SPAN, 10)]]
+    names = [[r.request_id for r in span.requests] for span in group_into_spans(halves)]
+    assert names == [
+        [str(k) for k in range(MAX_SPAN_WINDOWS)],
+        [str(k) for k in range(MAX_SPAN_WINDOWS, 10)],
+    ]
     mixed = [
         halves[0],
         halves[1],
@@ -197,14 +209,14 @@ def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
         planned(other, (0.0, 10.0), "x"),
         planned(other, None, "y"),
     ]
-    assert [[r.request_id for r in span.requests] for span in spans(mixed)] == [
+    assert [[r.request_id for r in span.requests] for span in group_into_spans(mixed)] == [
         ["0", "1"],
         ["3"],
         ["x"],
         ["y"],
     ]
     twice = [halves[0], replace(halves[0], request_id="again"), halves[1]]
-    [span] = spans(twice)
+    [span] = group_into_spans(twice)
     assert (len(span.requests), span.plan.windows) == (3, 2)
     assert span.plan.times == (*halves[0].frame_plan.times, *halves[1].frame_plan.times)
 
@@ -246,13 +258,13 @@ def test_one_pass_finds_what_several_find(clips: Path, name: str, overlap: float
     info = probe(uri)
     plans = [
         plan_frames(info, FrameOptions(fps=3), GEOMETRY, w)
-        for w in windows(info, FrameOptions(), 2.0, overlap)
+        for w in split_into_windows(info, FrameOptions(), 2.0, overlap)
     ]
     assert len({(plan.height, plan.width) for plan in plans}) == 1
-    whole = merged(plans)
+    whole = merge_plans(plans)
     together = decode(uri, info, whole)
     for plan in plans:
-        own, numbers = part(together, whole, plan)
+        own, numbers = frames_of_window(together, whole, plan)
         alone = decode(uri, info, plan)
         assert isinstance(own, Frames)
         assert (own.pts, own.fps, own.frames_lost) == (alone.pts, alone.fps, 0)
@@ -264,7 +276,7 @@ def test_damage_is_the_windows_that_it_hits() -> None:
         FramePlan(times, height=28, width=28, fps=1.0, tokens=1)
         for times in ((0.0, 1.0), (2.0, 3.0), (4.0,))
     ]
-    whole = merged(plans)
+    whole = merge_plans(plans)
     frames = Frames(
         np.empty(0),
         pts=(0.0, 1.0, 2.0),
@@ -274,7 +286,7 @@ def test_damage_is_the_windows_that_it_hits() -> None:
         decoder="pyav",
         frame_indices=(0, 1, 2, -1, -1),
     )
-    first, second, third = (part(frames, whole, plan) for plan in plans)
+    first, second, third = (frames_of_window(frames, whole, plan) for plan in plans)
     assert isinstance(first[0], Frames) and (first[0].frames_lost, first[1]) == (0, (0, 1))
     assert isinstance(second[0], Frames) and (second[0].frames_lost, second[0].pts) == (1, (2.0,))
     assert isinstance(third[0], RequestError) and third[0].code == "zero_frames"

@@ -1,7 +1,7 @@
 """The decoders, as they run inside a decoding process (`pipeline.video.sandbox`): frames of planned
 times, resized as they come.
 
-A decoder is a function of a `DecodeJob` that tells a `Sink`, planned time by planned time, which frame is
+A decoder is a function of a `DecodeJob` that tells a `FrameBuffer`, planned time by planned time, which frame is
 shown then: the last one that begins no later; where that frame is missing or damaged, the time is
 lost. At most one group of frames is held at full size. Storage is imported for remote files only.
 
@@ -12,29 +12,25 @@ H.264 and HEVC with open GOPs or intra-refresh, MPEG-4 with B frames, containers
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 
 from pipeline.video.containers import (
     BLOCK,
-    HEAD,
-    Readable,
     hidden_frames,
     open_container,
-    sniff,
     video_stream,
 )
-from pipeline.video.decode_job import DecodeError, DecodeJob, Sink, resize
-from pipeline.video.pyav_reader import INDEXED, read_through
+from pipeline.video.decode_job import DecodeError, DecodeJob, FrameBuffer, demuxer_of, resize
+from pipeline.video.pyav_reader import INDEXED
 
 GROUP_BYTES = 64 << 20  # full-size frames that decord hands over at once
 SMALL = 4 * BLOCK  # bytes; a remote file as small as this is downloaded, whatever is needed of it
 _OPEN = frozenset(("h264", "hevc"))  # codecs in which a key frame need not be a clean start
 
 
-def with_decord(job: DecodeJob, sink: Sink) -> None:
+def decode(job: DecodeJob, buffer: FrameBuffer) -> None:
     """Frames through decord, for whole files that it reads rightly: one frame that it would have to
     make up, or that it does not find, fails the attempt."""
     import decord  # here, so that a decord that does not load costs an attempt, not the process
@@ -42,12 +38,12 @@ def with_decord(job: DecodeJob, sink: Sink) -> None:
     _fit_for_decord(job.source)
     try:
         reader = decord.VideoReader(job.source, num_threads=1, fault_tol=1e-9)
-        _whole(reader, job, sink)
+        _whole(reader, job, buffer)
     except (decord.DECORDError, decord.DECORDLimitReachedError) as error:
         raise DecodeError("decode_error", "it met frames that it could not decode") from error
 
 
-def _whole(reader: Any, job: DecodeJob, sink: Sink) -> None:
+def _whole(reader: Any, job: DecodeJob, buffer: FrameBuffer) -> None:
     begins, ends = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64).T
     begins, ends = begins - begins[0], ends - begins[0]
     if job.times[-1] > ends[-1] + 1 / job.fps:
@@ -60,15 +56,15 @@ def _whole(reader: Any, job: DecodeJob, sink: Sink) -> None:
     for at in range(0, len(numbers), group):
         images = reader.get_batch(numbers[at : at + group]).asnumpy()
         for number, count, image in zip(numbers[at:], counts[at:], images, strict=False):
-            sink.put(float(begins[number]), resize(image, job.height, job.width, 0))
+            buffer.add(float(begins[number]), resize(image, job.height, job.width, 0))
             for _ in range(count - 1):
-                sink.repeat()
+                buffer.repeat_last()
 
 
 def _fit_for_decord(path: str) -> None:
     """Refuses what decord would read without complaint, but with other frames than are shown at
     those times."""
-    demuxer = _known(path, None)
+    demuxer = demuxer_of(path)
     if demuxer not in INDEXED:
         raise DecodeError("unsuited", "it loses count without an index")
     with open_container(path, demuxer) as container:
@@ -79,42 +75,3 @@ def _fit_for_decord(path: str) -> None:
             raise DecodeError("unsuited", "it may lose count after a seek")
         if stream is not None and demuxer == "mov" and hidden_frames(stream):
             raise DecodeError("unsuited", "it shows what an edit list hides")
-
-
-def with_pyav(job: DecodeJob, sink: Sink) -> None:
-    """Frames through PyAV, from a local path or, in pieces, from object storage; what is damaged is
-    passed over.
-
-    Raises:
-        DecodeError: `download` where reading in pieces would read half of a remote file or more.
-    """
-    if not job.remote:
-        read_through(job.source, _known(job.source, None), job, sink)
-        return
-    if job.size_bytes <= SMALL:
-        raise DecodeError("download", "it is small")
-    storage = importlib.import_module("pipeline.storage")
-    with storage.open_read(job.source, BLOCK) as reader:
-        read_through(reader, _known(job.source, reader), job, sink)
-
-
-def download(job: DecodeJob, _sink: Sink) -> None:
-    """Copies a remote file to `job.target`, and no more of it than its size when it was probed."""
-    storage = importlib.import_module("pipeline.storage")
-    left = job.size_bytes
-    with storage.open_read(job.source, 16 * BLOCK) as reader, open(job.target, "wb") as copy:
-        while left > 0 and (piece := reader.read(min(left, 16 * BLOCK))):
-            left -= copy.write(piece)
-
-
-def _known(source: str, reader: Readable | None) -> str:
-    """The demuxer of a file, by its first bytes: the file may have changed since it was probed."""
-    if reader is None:
-        with open(source, "rb") as local:
-            known = sniff(local.read(HEAD))
-    else:
-        known = sniff(reader.read(HEAD))
-        reader.seek(0)
-    if known is None:
-        raise DecodeError("not_a_video", "it does not begin like a video")
-    return known[0]

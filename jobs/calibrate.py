@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
             for name, cost in measure.costs_by_draft(profile).items()
         },
         "retrieval": {
-            name: [f"{r.sparse} of {r.dense} at {r.context}" for r in found]
+            name: [f"{r.draft_correct} of {r.dense_correct} at {r.context}" for r in found]
             for name, found in measure.retrieval_by_draft(profile).items()
         },
         "seconds": round(time.monotonic() - began, 1),

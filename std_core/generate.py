@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
 from std_core.types import Draft, Request, Result, Sampling
 
@@ -42,7 +42,7 @@ class SparseToDense:
         model = Model(hf)
         window = int(hf.config.get_text_config().max_position_embeddings)
         self._engine = Engine(model, _Given(window), **settings)  # type: ignore[arg-type]
-        model.detach()
+        model.restore_attention()
 
     def generate(
         self,
@@ -121,16 +121,16 @@ class SparseToDense:
             input_ids, theirs.pad_token_id if pad_token_id is None else pad_token_id
         )
 
-    def _run(self, requests: list[Request], fed: dict[str, Inputs]) -> list[Result]:
+    def _run(self, requests: list[Request], fed: dict[str, ModelInputs]) -> list[Result]:
         # outside of calls the model keeps its own, so that its own `generate` works
-        self._engine.model.attach()
+        self._engine.model.install_attention()
         try:
             results = {
                 r.request_id: r
                 for r in self._engine.run(requests, self.draft, lambda r: fed[r.request_id])
             }
         finally:
-            self._engine.model.detach()
+            self._engine.model.restore_attention()
         for result in results.values():
             if result.error is not None:
                 raise result.error
@@ -157,7 +157,7 @@ class _Given:
 
 def _rows(
     config: Any, ids: torch.Tensor, mask: torch.Tensor, shown: dict[str, Any]
-) -> Iterator[Inputs]:
+) -> Iterator[ModelInputs]:
     """What a processor made of a batch, row by row and without padding.
 
     Raises:
@@ -186,12 +186,12 @@ def _rows(
         known = None if counts is None else int(counts[row])
         pictures = _take(images, int((kinds == 1).sum()), row, "image", count=known)
         clips = _take(videos, int((kinds == 2).sum()), row, "video")
-        yield Inputs(
+        yield ModelInputs(
             ids[row : row + 1, there],
             kinds[None],
             *_joined(clips),
             *_joined(pictures),
-            seconds=torch.tensor([float(next(pace)) for _ in clips])
+            second_per_grid=torch.tensor([float(next(pace)) for _ in clips])
             if clips and seconds is not None
             else None,
         )
@@ -202,7 +202,7 @@ class _Item:
     """One video or image of a batch."""
 
     patches: torch.Tensor
-    grid: torch.Tensor  # (1, …), as `Inputs` has it
+    grid: torch.Tensor  # (1, …), as `ModelInputs` has it
     tokens: int
 
 

@@ -16,6 +16,10 @@ Mode = Literal["std", "dense", "sparse"]
 Policy = Literal["std", "window", "random", "specvlm", "snapkv", "full", "ngram"]
 Weights = Literal["full", "int8", "int4"]
 FinishReason = Literal["stop", "length", "error"]
+# Bits of a low-bit draft's weights, scales not counted.
+WEIGHT_BITS = {"int8": 8, "int4": 4}
+# Last tokens of a prompt by whose attention the policy `snapkv` selects (Crossover §4.1).
+OBSERVATION_WINDOW = 64
 ROUNDS = 3  # that have drafted, below which they say nothing about a draft
 
 

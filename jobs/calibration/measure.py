@@ -19,17 +19,21 @@ from jobs.suites.acceptance.subjects import Subject
 from jobs.suites.shared.paired_timing import Clock, Pair, read_bandwidth
 from pipeline.config import Job, draft_of, model_path
 from pipeline.records import UsageError
-from std_core.cost_model.account import ModelSize, count_accepted_rejected
-from std_core.cost_model.device_specs import device_at_hand
+from std_core.cost_model.acceptance import AcceptanceCounts, count_accepted_rejected
+from std_core.cost_model.device_specs import local_device
+from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import (
-    Accepted,
     CalibratedDraft,
-    Cost,
     Device,
+    DraftSetupLatency,
+    LatencyModel,
+    PredictionSpread,
+    PrefillLatency,
     Profile,
-    Retrieved,
-    Step,
-    non_negative,
+    RetrievalScore,
+    TimedStep,
+    UnionFraction,
+    fit_non_negative,
 )
 from std_core.engine.engine import Engine
 from std_core.model.checkpoint import Checkpoint
@@ -63,13 +67,13 @@ class Grid:
 class _Found:
     """What the cells have shown so far. Times in seconds."""
 
-    full: list[Step] = field(default_factory=list)
-    steps: dict[Draft, list[Step]] = field(default_factory=dict)
+    full: list[TimedStep] = field(default_factory=list)
+    steps: dict[Draft, list[TimedStep]] = field(default_factory=dict)
     once: dict[Draft, list[tuple[float, float]]] = field(
         default_factory=dict
     )  # (context, of a request)
-    acceptance: dict[Draft, list[Accepted]] = field(default_factory=dict)
-    retrieved: dict[Draft, list[Retrieved]] = field(default_factory=dict)
+    acceptance: dict[Draft, list[AcceptanceCounts]] = field(default_factory=dict)
+    retrieved: dict[Draft, list[RetrievalScore]] = field(default_factory=dict)
     noise: list[float] = field(default_factory=list)  # of a drawn token
     prefill: list[tuple[float, float]] = field(default_factory=list)  # (context, of a request)
     vision: list[tuple[float, float]] = field(default_factory=list)  # (visual tokens, of a request)
@@ -87,7 +91,7 @@ def measure_profile(model: str, device: str, dtype: str, grid: Grid, threads: in
         engine = subjects.engine_of(model, Path(folder), threads, dtype=dtype, device=device)
     here = measured_device(device, dtype)
     found = _Found()
-    account = engine.checkpoint.account(dtype)
+    model_size = engine.checkpoint.model_size(dtype)
     room = (grid.pairs + WARM) * (
         2 * grid.tokens + max(d.gamma for d in grid.drafts) + 1
     ) + 2  # some write more
@@ -101,7 +105,9 @@ def measure_profile(model: str, device: str, dtype: str, grid: Grid, threads: in
         known = replace(engine, prefixes=subjects.prefix_store(engine, count))
         _prompts(known, asked, found)
         for rows in grid.rows:
-            _cell(replace(known, max_num_seqs=rows), grid, asked, account, here=here, found=found)
+            _cell(
+                replace(known, max_num_seqs=rows), grid, asked, model_size, here=here, found=found
+            )
         _accepted(replace(known, max_num_seqs=max(grid.rows)), grid, asked, found)
         if grid.retrieval:
             for draft, one in retrieval.measured(
@@ -109,33 +115,35 @@ def measure_profile(model: str, device: str, dtype: str, grid: Grid, threads: in
             ).items():
                 found.retrieved.setdefault(draft, []).append(one)
     tried = tuple(_tried(draft, found, _pair(draft, dtype)) for draft in grid.drafts)
-    full = Cost.fit(found.full)
+    full = LatencyModel.fit(found.full)
     return Profile(
         here,
         model=engine.checkpoint.revision,
         dtype=dtype,
-        account=account,
-        full=full,
+        model_size=model_size,
+        latency=full,
         prefill=_prefill(found.prefill),
-        vision=sum(s for _, s in found.vision)
+        vision_s_per_token=sum(s for _, s in found.vision)
         / max(1.0, sum(tokens for tokens, _ in found.vision)),
         drafts=tried,
-        union=_unions(engine, grid),
-        spread=(1 / (1 + full.residual[1]), 1 + full.residual[1]),
-        noise=max(0.0, statistics.median(found.noise)),
+        union_fractions=_unions(engine, grid),
+        spread=PredictionSpread(1 / (1 + full.residual.p90), 1 + full.residual.p90),
+        sampling_s_per_token=max(0.0, statistics.median(found.noise)),
     )
 
 
-def costs_by_draft(profile: Profile) -> dict[str, Cost]:
+def costs_by_draft(profile: Profile) -> dict[str, LatencyModel]:
     """By what they are of, for people."""
-    named = {f"{t.draft.policy} {t.draft.weights}": t.cost for t in profile.drafts}
-    return {"full": profile.full, **named}
+    named = {f"{t.draft.policy} {t.draft.weights}": t.latency for t in profile.drafts}
+    return {"full": profile.latency, **named}
 
 
-def retrieval_by_draft(profile: Profile) -> dict[str, tuple[Retrieved, ...]]:
+def retrieval_by_draft(profile: Profile) -> dict[str, tuple[RetrievalScore, ...]]:
     """By the draft that wrote alone, for people."""
     return {
-        f"{t.draft.policy} {t.draft.weights}": t.retrieved for t in profile.drafts if t.retrieved
+        f"{t.draft.policy} {t.draft.weights}": t.retrieval_scores
+        for t in profile.drafts
+        if t.retrieval_scores
     }
 
 
@@ -158,7 +166,7 @@ def parse_drafts(text: str) -> list[Draft]:
 def measured_device(device: str, dtype: str) -> Device:
     """The device at hand, with the bandwidth that it reads with and the peak of its matrix
     products."""
-    known = device_at_hand(device)
+    known = local_device(device)
     side = SIDES[known.kind]
     a = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
     seconds = min(_timed_product(a) for _ in range(5))
@@ -203,7 +211,7 @@ class _Cell:
     engine: Engine
     asked: Subject
     context: float  # tokens of a prompt, mean
-    account: ModelSize
+    model_size: ModelSize
     bandwidth: float
 
     @property
@@ -214,12 +222,12 @@ class _Cell:
         asked = subjects.drawn(self.asked.requests) if drawn else self.asked.requests
         return Pair(self.engine, asked, self.asked.prepare, draft)
 
-    def step(self, read: float, width: int, entries: float, seconds: float) -> Step:
+    def step(self, read: float, width: int, entries: float, seconds: float) -> TimedStep:
         """
         Args:
             entries: that all rows' tokens look at, each once per row.
         """
-        return Step(read / self.bandwidth, self.rows * width, entries * width, seconds)
+        return TimedStep(read / self.bandwidth, self.rows * width, entries * width, seconds)
 
 
 def _prompts(engine: Engine, asked: Subject, found: _Found) -> None:
@@ -232,11 +240,13 @@ def _prompts(engine: Engine, asked: Subject, found: _Found) -> None:
 
 
 def _cell(
-    engine: Engine, grid: Grid, whole: Subject, account: ModelSize, here: Device, found: _Found
+    engine: Engine, grid: Grid, whole: Subject, model_size: ModelSize, here: Device, found: _Found
 ) -> None:
     asked = replace(whole, requests=subjects.of_kind(whole, "caption")[: engine.max_num_seqs])
     length = statistics.fmean(asked.prepare(r).ids.shape[1] for r in asked.requests)
-    cell = _Cell(engine, asked=asked, context=length, account=account, bandwidth=here.bandwidth)
+    cell = _Cell(
+        engine, asked=asked, context=length, model_size=model_size, bandwidth=here.bandwidth
+    )
     known = cell.seat(PLAIN).prefill_s  # nothing is selected
     found.noise.append(_noise(cell, grid))
     for draft in grid.drafts:
@@ -278,14 +288,16 @@ def _accepted(engine: Engine, grid: Grid, asked: Subject, found: _Found) -> None
         for draft, drawn in itertools.product(grid.drafts, (False, True)):
             put = subjects.drawn(requests) if drawn else requests
             counts = count_accepted_rejected(list(engine.run(put, draft, asked.prepare)))
-            found.acceptance.setdefault(draft, []).append(Accepted(context, kind, *counts, drawn))
+            found.acceptance.setdefault(draft, []).append(
+                AcceptanceCounts(context, kind, *counts, drawn)
+            )
 
 
-def _full_steps(cell: _Cell, pair: Pair) -> list[Step]:
+def _full_steps(cell: _Cell, pair: Pair) -> list[TimedStep]:
     """Dense steps, the draft's verifications, and verifications of other widths, to which what a
     round does besides is added."""
     entries = cell.rows * (cell.context + _written(pair) / 2)
-    read = cell.account.weights_read() + entries * cell.account.entry_bytes
+    read = cell.model_size.weights_read() + entries * cell.model_size.entry_bytes
     dense = statistics.median(pair.dense.verify)
     verified = statistics.median(pair.drafted.verify)
     beside = max(0.0, dense - pair.verification(1))
@@ -295,20 +307,20 @@ def _full_steps(cell: _Cell, pair: Pair) -> list[Step]:
     return [cell.step(read, width, entries, seconds) for width, seconds in times.items()]
 
 
-def _draft_step(cell: _Cell, pair: Pair) -> Step:
+def _draft_step(cell: _Cell, pair: Pair) -> TimedStep:
     draft = pair.policy
-    account = cell.account
+    model_size = cell.model_size
     seconds = statistics.median(pair.drafted.draft)
     if draft.policy == "ngram":
         return cell.step(0.0, 1, 0.0, seconds)
     if draft.model:
-        account = Checkpoint.load(model_path(draft.model)).account(
+        model_size = Checkpoint.load(model_path(draft.model)).model_size(
             str(cell.engine.model.dtype).split(".")[1]
         )
     held = sum(row.kv_keep for row in pair.batch.rows if row is not None) / draft.depth
     entries = held * cell.context + cell.rows * _written(pair) / 2
-    weights = account.weights_read(None if draft.model else draft, cell.rows)
-    return cell.step(weights + entries * account.kv_read(draft), 1, entries, seconds)
+    weights = model_size.weights_read(None if draft.model else draft, cell.rows)
+    return cell.step(weights + entries * model_size.kv_read(draft), 1, entries, seconds)
 
 
 def _written(pair: Pair) -> float:
@@ -321,30 +333,30 @@ def _written(pair: Pair) -> float:
 
 def _tried(draft: Draft, found: _Found, pair: ModelSize | None) -> CalibratedDraft:
     contexts, seconds = zip(*found.once[draft], strict=True)
-    once = (0.0, 0.0)
+    once = DraftSetupLatency()
     if max(seconds) > 0:
-        once = (0.0, sum(seconds) / sum(contexts))
+        once = DraftSetupLatency(per_token=sum(seconds) / sum(contexts))
     retrieved = tuple(found.retrieved.get(draft, ()))
     return CalibratedDraft(
         draft,
-        cost=Cost.fit(found.steps[draft]),
-        once=once,
+        latency=LatencyModel.fit(found.steps[draft]),
+        setup=once,
         acceptance=tuple(found.acceptance[draft]),
-        pair=pair,
-        retrieved=retrieved,
+        second_model=pair,
+        retrieval_scores=retrieved,
     )
 
 
-def _prefill(seen: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    weights, _ = non_negative([(1.0, n, n**2) for n, _ in seen], [seconds for _, seconds in seen])
-    return weights[0], weights[1], weights[2]
+def _prefill(seen: Sequence[tuple[float, float]]) -> PrefillLatency:
+    fit = fit_non_negative([(1.0, n, n**2) for n, _ in seen], [seconds for _, seconds in seen])
+    return PrefillLatency(*fit.coefficients)
 
 
 def _pair(draft: Draft, dtype: str) -> ModelSize | None:
-    return Checkpoint.load(model_path(draft.model)).account(dtype) if draft.model else None
+    return Checkpoint.load(model_path(draft.model)).model_size(dtype) if draft.model else None
 
 
-def _unions(engine: Engine, grid: Grid) -> tuple[tuple[float, int, float], ...]:
+def _unions(engine: Engine, grid: Grid) -> tuple[UnionFraction, ...]:
     """u_B of every share of channels that some draft computes with."""
     shares = sorted({draft.channels for draft in grid.drafts if draft.channels < 1})
     if not shares:
@@ -356,5 +368,5 @@ def _unions(engine: Engine, grid: Grid) -> tuple[tuple[float, int, float], ...]:
     found = []
     for keep in shares:
         joint = measures.joint_shares(engine, seen, measures.calibrated(engine, seen, keep), SIZES)
-        found += [(keep, int(rows), union) for rows, union in joint.items()]
+        found += [UnionFraction(keep, int(rows), fraction) for rows, fraction in joint.items()]
     return tuple(found)

@@ -12,9 +12,9 @@ import torch
 
 from jobs.demo_model import world
 from jobs.suites.acceptance import subjects
-from std_core.cost_model.profile import Retrieved
+from std_core.cost_model.profile import RetrievalScore
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Checkpoint, Inputs
+from std_core.model.checkpoint import Checkpoint, ModelInputs
 from std_core.types import Draft, Request, Sampling
 
 # contexts, and questions on each
@@ -29,7 +29,7 @@ class Question:
     """A request, its inputs and the answer that it begins with."""
 
     request: Request
-    inputs: Inputs
+    inputs: ModelInputs
     answer: str
 
 
@@ -37,17 +37,17 @@ def questions(checkpoint: Checkpoint, context: int) -> list[Question]:
     """What is in the k-th scene of a clip; of a text model what the key of one of several doors is,
     each told somewhere in prose of `context` tokens."""
     return list(
-        _scenes(checkpoint, context) if checkpoint.takes_video else _keys(checkpoint, context)
+        _scenes(checkpoint, context) if checkpoint.supports_video else _keys(checkpoint, context)
     )
 
 
-def measured(engine: Engine, drafts: list[Draft], context: int) -> dict[Draft, Retrieved]:
+def measured(engine: Engine, drafts: list[Draft], context: int) -> dict[Draft, RetrievalScore]:
     """How many answers are right: of the dense loop, and of each draft alone (`mode=sparse`)."""
     asked = questions(engine.checkpoint, context)
     alone = replace(engine, max_num_seqs=SUBJECTS, prefixes=None, keep_prefixes=True)
     dense = _right(alone, asked, None)
     return {
-        draft: Retrieved(context, len(asked), dense, _right(alone, asked, draft))
+        draft: RetrievalScore(context, len(asked), dense, _right(alone, asked, draft))
         for draft in drafts
     }
 
@@ -81,7 +81,7 @@ def _scenes(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
                 video=f"retrieval {number}",
                 sampling=sampling,
             )
-            yield Question(request, checkpoint.inputs(request), answer)
+            yield Question(request, checkpoint.preprocess(request), answer)
 
 
 def _count(rate: int) -> int:
@@ -107,4 +107,4 @@ def _keys(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
             name = f"{number}/{door}"
             sampling = Sampling(8, temperature=0.0)
             asked = Request(name, "", video=f"keys {number}", sampling=sampling)
-            yield Question(asked, Inputs(prompt, torch.zeros_like(prompt)), key)
+            yield Question(asked, ModelInputs(prompt, torch.zeros_like(prompt)), key)

@@ -158,7 +158,9 @@ class Subject:
         self.second = second
         self.engine = Engine.load(path)
         large = name == "smollm2"
-        shown = _clips() if self.engine.checkpoint.takes_video else _prose(1500 if large else 500)
+        shown = (
+            _clips() if self.engine.checkpoint.supports_video else _prose(1500 if large else 500)
+        )
         self.requests = list(itertools.islice(shown, min(requests, 4) if large else requests))
         self.expected = functools.cache(self._expected)
 
@@ -226,7 +228,7 @@ class Subject:
         dense = {r.request_id: r.token_ids for r in self._dense(kind)}
         if kind == "seeded":  # `generate` draws from a generator, and has no seed of a row's own
             return {name: [tokens] for name, tokens in dense.items()}
-        inputs = self.engine.checkpoint.inputs
+        inputs = self.engine.checkpoint.preprocess
         own = {
             r.request_id: reference.generate(self.engine.model, inputs(r), r.sampling)
             for r in self.asked(kind)
@@ -362,14 +364,14 @@ def _gap(engine: Engine, request: Request, one: list[int], other: list[int]) -> 
         1
         for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     )
-    inputs = engine.checkpoint.inputs(request)
+    inputs = engine.checkpoint.preprocess(request)
     said = torch.tensor([one[:same]], dtype=torch.long)
     longer = replace(
         inputs,
         ids=torch.cat([inputs.ids, said], dim=1),
-        types=torch.cat([inputs.types, torch.zeros_like(said)], dim=1),
+        token_types=torch.cat([inputs.token_types, torch.zeros_like(said)], dim=1),
     )
-    top = engine.model.read(longer).float().topk(2).values
+    top = engine.model.prompt_logits(longer).float().topk(2).values
     return float(top[0] - top[1])
 
 

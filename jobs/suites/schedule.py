@@ -43,7 +43,7 @@ from pipeline.plan.profile_file import read_profile
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption, UsageError
 from std_core.cost_model.memory import LongestRequest
-from std_core.cost_model.profile import Profile
+from std_core.cost_model.profile import Profile, TextLength
 from std_core.engine.engine import Engine
 from std_core.types import Draft, Request, Result
 
@@ -296,11 +296,12 @@ def _ways(
     )
     visual = statistics.fmean(r.num_visual_tokens for r in dense)
     context = visual + statistics.fmean(r.num_prompt_tokens for r in dense)
-    longest = LongestRequest(round(context), round(visual), answer.length, draws=setting.draws)
+    longest = LongestRequest(round(context), round(visual), answer.length, sampling=setting.draws)
     mix = WaveSummary(
         count, context=context, visual=visual, videos=count, longest=longest, kinds=((kind, count),)
     )
-    known = replace(profile, lengths=((kind, statistics.fmean(len(r.token_ids) for r in dense)),))
+    length = statistics.fmean(len(result.token_ids) for result in dense)
+    known = replace(profile, text_lengths=(TextLength(kind, length),))
     return choose(mix, known, History(), setting, 0)
 
 

@@ -6,3 +6,5 @@ from __future__ import annotations
 # separately and then merged. Caches grow by whole splits. PyTorch's fused CPU attention has the
 # same block size built in.
 SPLIT_SIZE = 512
+# Input channels that share a scale and an offset in 4-bit weights.
+GROUP_SIZE = 32

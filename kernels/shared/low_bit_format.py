@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-GROUP_SIZE = 32  # input channels that share a scale at 4 bits
+from std_core.kernels.shared.constants import GROUP_SIZE
+
 _SLICE = 32  # output channels that are quantized at a time
 
 

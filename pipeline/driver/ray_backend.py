@@ -40,7 +40,7 @@ from pipeline.records import (
     RunError,
     VideoInfo,
 )
-from std_core.cost_model.device_specs import device_at_hand
+from std_core.cost_model.device_specs import local_device
 from std_core.cost_model.profile import Device
 from std_core.types import Mode, Pace, Request, Result
 
@@ -177,14 +177,14 @@ def free_address() -> str:
 @ray.remote(num_cpus=0, max_calls=1)
 def remote_device() -> Device:
     """The GPU of the machine where this runs."""
-    return device_at_hand("cuda")
+    return local_device("cuda")
 
 
 def device_of(device: str) -> Device:
     """What engines run on: `cpu`, which is taken to be as here, or `cuda`, which is asked where it
     is."""
     if device == "cpu":
-        return device_at_hand(device)
+        return local_device(device)
     return ray.get(remote_device.options(num_gpus=1).remote())
 
 

@@ -192,7 +192,7 @@ def _plan(
     if isinstance(info, RequestError):
         raise info
     frames = plan_frames(info, job.frames, checkpoint.geometry, pending.window)
-    text = checkpoint.prompt_tokens(
+    text = checkpoint.count_prompt_tokens(
         pending.input_row.prompt, len(frames.times), frames.fps, frames.times
     )
     window = resolve_max_model_len(job, checkpoint)

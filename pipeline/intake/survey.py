@@ -25,7 +25,7 @@ from pipeline.records import (
     RESUME_HINT,
     RunError,
 )
-from std_core.cost_model.account import ModelSize
+from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import Device
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from pipeline.records import (
     UsageError,
 )
 from pipeline.video import isolated_probe
-from std_core.cost_model.device_specs import device_at_hand
+from std_core.cost_model.device_specs import local_device
 from std_core.model.checkpoint import Checkpoint
-from std_core.model.tensor_parallel import undividable
+from std_core.model.tensor_parallel import unshardable_reason
 
 MADE = 4  # batches of headers that are read ahead
 
@@ -52,11 +52,16 @@ class BlockingSurvey:
         _check_draft(job, self.checkpoint)
         window = resolve_max_model_len(job, self.checkpoint)
         manifest = open_job_manifest(job, prompts)
-        here = device_at_hand("cuda" if torch.cuda.is_available() else "cpu")
+        here = local_device("cuda" if torch.cuda.is_available() else "cpu")
         revision = self.checkpoint.revision
-        account = self.checkpoint.account(job.dtype)
+        model_size = self.checkpoint.model_size(job.dtype)
         self.facts = JobFacts(
-            revision, window, account, self.checkpoint.draws, here, manifest.input_schema
+            revision,
+            window,
+            model_size,
+            self.checkpoint.samples_by_default,
+            here,
+            manifest.input_schema,
         )
         self._items = manifest.items
         self.totals = InputTotals(0, 0)
@@ -116,11 +121,11 @@ def _load(job: Job) -> Checkpoint:
         checkpoint = Checkpoint.load(model_path(job.model))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if not checkpoint.takes_video:
+    if not checkpoint.supports_video:
         raise UsageError(
             f"model {job.model!r} is a {checkpoint.config.model_type}, which takes no video"
         )
-    if why := undividable(checkpoint.config, job.tensor_parallel_size):
+    if why := unshardable_reason(checkpoint.config, job.tensor_parallel_size):
         raise UsageError(f"--tensor-parallel-size is {job.tensor_parallel_size}: {why}")
     return checkpoint
 
@@ -130,7 +135,7 @@ def _check_draft(job: Job, checkpoint: Checkpoint) -> None:
     draft = draft_of(job)
     if draft is not None and draft.model:
         try:
-            Checkpoint.load(model_path(draft.model)).check_drafts_for(checkpoint)
+            Checkpoint.load(model_path(draft.model)).check_can_draft_for(checkpoint)
         except ValueError as error:
             raise UsageError(f"--draft {job.draft}: {error}") from error
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pipeline.plan.history import History, draft_key
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption
-from std_core.cost_model.account import AcceptanceCurve, ModelSize
-from std_core.cost_model.memory import LongestRequest, most_slots, terms
-from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Profile
+from std_core.cost_model.acceptance import AcceptanceCounts, AcceptanceCurve
+from std_core.cost_model.memory import LongestRequest, max_slots, memory_breakdown
+from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.profile import CalibratedDraft, DraftSetupLatency, LatencyModel, Profile
 from std_core.types import Draft, Pace
 
 GAIN = 1.05  # predicted, below which a draft is not worth its uncertainty
@@ -22,7 +23,7 @@ GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
 LEVELS = 20  # classes of a first token's acceptance that a pace tells apart
 MEMORY = 0.9  # of a device's, that is planned with
 NONE = AcceptanceCurve((0.0,))  # of the dense loop
-UNKNOWN = Accepted(2048, "caption", (80,), (20,))  # of a draft that was not calibrated
+UNKNOWN = AcceptanceCounts(2048, "caption", (80,), (20,))  # of a draft that was not calibrated
 USUAL = {"caption": 128.0, "question": 32.0}  # tokens written where nothing is known
 
 
@@ -71,14 +72,14 @@ def slots_of(
 ) -> int:
     """Slots that fit the device at such requests; 0 if none."""
     memory = MEMORY * profile.device.memory
-    return most_slots(
-        profile.account,
+    return max_slots(
+        profile.model_size,
         load,
         memory,
         setting.max_num_seqs,
         draft=draft,
-        pair=_pair(profile, draft),
-        kind=profile.device.kind,
+        second_model=_pair(profile, draft),
+        device_kind=profile.device.kind,
     )
 
 
@@ -86,13 +87,19 @@ def memory_of(
     load: LongestRequest, profile: Profile, draft: Draft | None, slots: int
 ) -> dict[str, float]:
     """Bytes by what they are for."""
-    return terms(profile.account, load, slots, draft, _pair(profile, draft), profile.device.kind)
+    return memory_breakdown(
+        profile.model_size, load, slots, draft, _pair(profile, draft), profile.device.kind
+    )
 
 
 def _pair(profile: Profile, draft: Draft | None) -> ModelSize | None:
     """The second model of a draft that has one, if it was calibrated."""
     return next(
-        (t.pair for t in profile.drafts if draft and draft.model and t.draft.model == draft.model),
+        (
+            t.second_model
+            for t in profile.drafts
+            if draft and draft.model and t.draft.model == draft.model
+        ),
         None,
     )
 
@@ -125,7 +132,7 @@ def _tried(draft: Draft, profile: Profile) -> CalibratedDraft:
     return (
         replace(known, draft=draft)
         if known
-        else CalibratedDraft(draft, profile.full, (0.0, 0.0), (UNKNOWN,))
+        else CalibratedDraft(draft, profile.latency, DraftSetupLatency(), (UNKNOWN,))
     )
 
 
@@ -183,7 +190,7 @@ def _pace(
     dense = history.speed(None)
     drafted = history.speed(chosen.draft)
     expected = _expected(tried, mix, history, setting)
-    levels = [expected.moved((level + 0.5) / LEVELS) for level in range(LEVELS)]
+    levels = [expected.rescaled((level + 0.5) / LEVELS) for level in range(LEVELS)]
     yields = {
         gamma: [chances.tokens(gamma) for chances in levels]
         for gamma in (0, *(t.draft.gamma for t in ways))
@@ -210,7 +217,7 @@ def _weighed(
     setting: WaveConfig,
 ) -> DraftOption | None:
     """What is expected of a draft, or of decoding densely; None if it does not fit."""
-    draft, pair = (tried.draft, tried.pair) if tried else (None, None)
+    draft, pair = (tried.draft, tried.second_model) if tried else (None, None)
     slots = slots_of(mix.longest, profile, setting, draft)
     if not slots:
         return None
@@ -234,7 +241,7 @@ def _weighed(
     )
     round_s, read = step.round(tried, setting.strict)
     plain_s, plain = step.round(None, setting.strict)
-    once = tried.once[0] + tried.once[1] * mix.context if tried else 0.0
+    once = tried.setup.seconds(mix.context) if tried else 0.0
     return DraftOption(
         draft,
         slots,
@@ -245,7 +252,9 @@ def _weighed(
         row_round_s=round_s / step.rows,
         row_draft_token_s=(round_s - plain_s) / gamma / step.rows if gamma else 0.0,
         memory=tuple(
-            terms(profile.account, mix.longest, slots, draft, pair, profile.device.kind).items()
+            memory_breakdown(
+                profile.model_size, mix.longest, slots, draft, pair, profile.device.kind
+            ).items()
         ),
     )
 
@@ -259,7 +268,7 @@ def _written(mix: WaveSummary, profile: Profile, history: History, setting: Wave
 
 def expected_length(kind: str, profile: Profile, history: History, setting: WaveConfig) -> float:
     """Tokens that such a prompt's text has: as seen in this run, as measured, or as is usual."""
-    seen = history.length(kind) or dict(profile.lengths).get(kind) or USUAL[kind]
+    seen = history.length(kind) or dict(profile.text_lengths).get(kind) or USUAL[kind]
     return min(seen, float(setting.max_tokens))
 
 
@@ -272,7 +281,9 @@ def _chances(
 ) -> AcceptanceCurve:
     if tried is None:
         return NONE
-    return history.chances(tried.draft, kind) or tried.accepts(mix.context, kind, setting.drawn)
+    return history.chances(tried.draft, kind) or tried.acceptance_curve(
+        mix.context, kind, setting.drawn
+    )
 
 
 def _expected(
@@ -307,8 +318,10 @@ class Steps:
         without a draft."""
         gamma = tried.draft.gamma if tried else 0
         width = max(gamma + 1, strict)
-        verify_s, read = self._step(self.profile.full, self._full_bytes(), width, self._looked_at())
-        noise_s = self.rows * self.profile.noise if self.drawn else 0.0
+        verify_s, read = self._step(
+            self.profile.latency, self._full_bytes(), width, self._looked_at()
+        )
+        noise_s = self.rows * self.profile.sampling_s_per_token if self.drawn else 0.0
         verify_s += (gamma + 1) * noise_s
         if tried is None:
             return verify_s, read
@@ -316,20 +329,24 @@ class Steps:
         drafted_s += noise_s if tried.draft.policy != "ngram" else 0.0
         return gamma * drafted_s + verify_s, gamma * drafted + read
 
-    def _step(self, cost: Cost, read: float, width: int, entries: float) -> tuple[float, float]:
+    def _step(
+        self, cost: LatencyModel, read: float, width: int, entries: float
+    ) -> tuple[float, float]:
         return cost.seconds(
             read / self.profile.device.bandwidth, self.rows * width, entries * width
         ), read
 
     def _draft(self, tried: CalibratedDraft) -> tuple[float, float]:
         draft = tried.draft
-        account = tried.pair or self.profile.account
+        model_size = tried.second_model or self.profile.model_size
         if draft.policy == "ngram":
-            return self._step(tried.cost, 0.0, 1, 0.0)
-        weights = account.weights_read(
-            None if tried.pair else draft, self.rows, self.profile.union_of(draft, self.rows)
+            return self._step(tried.latency, 0.0, 1, 0.0)
+        weights = model_size.weights_read(
+            None if tried.second_model else draft,
+            self.rows,
+            self.profile.union_fraction(draft, self.rows),
         )
-        if draft.policy == "full" and not tried.pair:  # it reads what the full model reads
+        if draft.policy == "full" and not tried.second_model:  # it reads what the full model reads
             entries = self._read()
             looked_at = self._looked_at()
         else:
@@ -339,11 +356,13 @@ class Steps:
             entries = looked_at = self.rows * (
                 kept + self.mix.context - self.mix.visual + self.grown
             )
-        return self._step(tried.cost, weights + entries * account.kv_read(draft), 1, looked_at)
+        return self._step(
+            tried.latency, weights + entries * model_size.kv_read(draft), 1, looked_at
+        )
 
     def _full_bytes(self) -> float:
-        account = self.profile.account
-        return account.weights_read() + self._read() * account.kv_read()
+        model_size = self.profile.model_size
+        return model_size.weights_read() + self._read() * model_size.kv_read()
 
     def _read(self) -> float:
         """Entries: a prefix that rows share once, and one at least."""

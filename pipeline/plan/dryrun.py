@@ -18,7 +18,8 @@ from pipeline.records import (
     FailedRequest,
     Wave,
 )
-from std_core.cost_model.device_specs import NAMED, published, unmeasured
+from std_core.cost_model.crossover import crossover_context
+from std_core.cost_model.device_specs import QUOTED_DEVICES, estimated_profile, published_device
 from std_core.cost_model.profile import Profile
 from std_core.types import Draft
 
@@ -130,7 +131,6 @@ def _expected(waves: Sequence[Wave], outlook: Outlook) -> dict[str, Any]:
 def seconds(waves: Sequence[Wave], profile: Profile) -> dict[str, float]:
     """What one engine is expected to take, by what it does: each video is seen and prefilled
     once."""
-    once, each, _ = profile.prefill
     found = dict.fromkeys(("vision", "prefill", "decode"), 0.0)
     for wave in waves:
         known: set[tuple[object, ...]] = set()
@@ -139,10 +139,10 @@ def seconds(waves: Sequence[Wave], profile: Profile) -> dict[str, float]:
             video = (request.info.uri, request.frame_plan.times)
             if video not in known:
                 known.add(video)
-                found["vision"] += request.frame_plan.tokens * profile.vision
+                found["vision"] += request.frame_plan.tokens * profile.vision_s_per_token
                 found["prefill"] += profile.prefill_s(request.context)
             else:
-                found["prefill"] += once + each * text
+                found["prefill"] += profile.prefill.constant + profile.prefill.per_token * text
         found["decode"] += len(wave.requests) * wave.options[0].seconds_per_request
     return found
 
@@ -155,10 +155,12 @@ def _hours(whole: float, profile: Profile) -> list[float]:
 
 def _elsewhere(waves: Sequence[Wave], outlook: Outlook) -> dict[str, list[float] | None]:
     """Hours on devices by their data sheets, in bfloat16; None where some request does not fit."""
-    account = replace(outlook.profile.account, weight_bytes=2.0, kv_bytes=2.0)
+    model_size = replace(outlook.profile.model_size, weight_bytes=2.0, kv_bytes=2.0)
     found: dict[str, list[float] | None] = {}
-    for name in NAMED:
-        profile = unmeasured(published(name), account, outlook.profile.model, "bfloat16")
+    for name in QUOTED_DEVICES:
+        profile = estimated_profile(
+            published_device(name), model_size, outlook.profile.model, "bfloat16"
+        )
         again = [_chosen(wave, profile, outlook.setting) for wave in waves]
         known = [wave for wave in again if wave is not None]
         found[name] = (
@@ -186,14 +188,16 @@ def _buckets(waves: Sequence[Wave], profile: Profile) -> dict[str, dict[str, Any
 def _bucket(waves: Sequence[Wave], profile: Profile) -> dict[str, Any]:
     largest = max(waves, key=lambda wave: len(wave.requests))
     rows = min(largest.max_num_seqs, len(largest.requests))
-    union = profile.union_of(CROSSING, rows) or 1 - (1 - CROSSING.channels) ** rows
+    union_fraction = profile.union_fraction(CROSSING, rows) or 1 - (1 - CROSSING.channels) ** rows
     drafts: Counter[str] = Counter()
     for wave in waves:
         drafts[name_of(wave.draft)] += len(wave.requests)
     return {
         "requests": sum(len(wave.requests) for wave in waves),
         "slots": sorted({wave.max_num_seqs for wave in waves}),
-        "crossover": round(profile.account.crossover(CROSSING.keep, union, rows)),
+        "crossover": round(
+            crossover_context(profile.model_size, CROSSING.keep, union_fraction, rows)
+        ),
         "drafts": dict(drafts),
         "memory_gb": {name: round(size / 1e9, 3) for name, size in largest.options[0].memory},
         "candidates": [_candidate(way) for way in largest.options],

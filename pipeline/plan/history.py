@@ -9,10 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pipeline.records import Wave
-from std_core.cost_model.account import AcceptanceCurve, chances, count_accepted_rejected
-from std_core.types import Draft, Result
+from std_core.cost_model.acceptance import (
+    AcceptanceCurve,
+    count_accepted_rejected,
+    fit_acceptance_curve,
+)
+from std_core.types import ROUNDS, Draft, Result
 
-ROUNDS = 3  # of decoding, below which a wave says nothing about its draft
 KEPT = 32  # waves whose figures are kept, the newest
 EVERY = 50  # waves of which one explores
 
@@ -64,7 +67,9 @@ class History:
             # dense rounds of a wave that drafts judge nothing
             if wave.draft is not None and min(_rounds(some), _judged(some)) >= ROUNDS:
                 accepts = _with(
-                    accepts, (draft_key(wave.draft), kind), chances(*count_accepted_rejected(some))
+                    accepts,
+                    (draft_key(wave.draft), kind),
+                    fit_acceptance_curve(*count_accepted_rejected(some)),
                 )
         expected = sum(_foretold(r, wave) for r in good)
         spent = sum(r.decode_s for r in good)

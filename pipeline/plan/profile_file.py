@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from pipeline import storage
 from pipeline.records import RequestError, UsageError
-from std_core.cost_model.account import ModelSize
-from std_core.cost_model.device_specs import unmeasured
-from std_core.cost_model.profile import Device, Profile, from_json, to_json
+from std_core.cost_model.device_specs import estimated_profile
+from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.profile import Device, Profile
+from std_core.cost_model.profile_json import from_json, to_json
 from std_core.types import Draft
 
 
@@ -47,7 +48,9 @@ def check(profile: Profile, uri: str, model: str, dtype: str, device: Device) ->
         raise UsageError(f"--profile {uri!r} is {what}: jobs/calibrate.py measures what is at hand")
 
 
-def profile_for(uri: str, model: str, dtype: str, account: ModelSize, at_hand: Device) -> Profile:
+def profile_for(
+    uri: str, model: str, dtype: str, model_size: ModelSize, at_hand: Device
+) -> Profile:
     """What was measured, or without a profile what is published of the device at hand.
 
     Args:
@@ -58,7 +61,7 @@ def profile_for(uri: str, model: str, dtype: str, account: ModelSize, at_hand: D
         device.
     """
     if not uri:
-        return unmeasured(at_hand, account, model, dtype)
+        return estimated_profile(at_hand, model_size, model, dtype)
     profile = read_profile(uri)
     check(profile, uri, model, dtype, device=at_hand)
     return profile
@@ -69,7 +72,7 @@ def unfit_alone(profile: Profile, draft: Draft) -> str | None:
     speaks against it."""
     found = next(
         (
-            t.retrieved
+            t.retrieval_scores
             for t in profile.drafts
             if replace(t.draft, gamma=1) == replace(draft, gamma=1)
         ),
@@ -77,11 +80,11 @@ def unfit_alone(profile: Profile, draft: Draft) -> str | None:
     )
     if not found:
         return "--profile holds no retrieval test of this draft: jobs/calibrate.py --retrieval true makes one"
-    worst = min(found, key=lambda r: r.sparse / max(1, r.dense))
-    if all(r.enough for r in found):
+    worst = min(found, key=lambda r: r.draft_correct / max(1, r.dense_correct))
+    if all(r.passes for r in found):
         return None
     return (
-        f"on its own it found {worst.sparse} of the {worst.dense} answers that the dense loop found, of {worst.asked}, "
+        f"on its own it found {worst.draft_correct} of the {worst.dense_correct} answers that the dense loop found, of {worst.questions}, "
         f"in contexts of {worst.context} tokens"
     )
 

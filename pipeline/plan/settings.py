@@ -102,8 +102,8 @@ def _load(context: int, visual: int, setting: WaveConfig) -> LongestRequest:
     return LongestRequest(
         context,
         visual=visual,
-        written=setting.max_tokens,
+        max_tokens=setting.max_tokens,
         chunk=setting.prefill_chunk,
-        strict=setting.strict,
-        draws=setting.draws,
+        strict_width=setting.strict,
+        sampling=setting.draws,
     )

@@ -14,7 +14,7 @@ from pipeline.plan.choose import MEMORY, choose, fallback, memory_of, slots_of
 from pipeline.plan.history import History
 from pipeline.plan.settings import WaveConfig, WaveSummary, load_of
 from pipeline.records import PlannedRequest, RequestError, UsageError, Wave
-from std_core.cost_model.memory import LongestRequest, total
+from std_core.cost_model.memory import LongestRequest, peak_memory
 from std_core.cost_model.profile import Profile
 
 __all__ = ["HALF", "LIKE", "WAVE", "History", "WaveConfig", "cut", "misfit", "plan"]
@@ -89,7 +89,7 @@ def advice(request: PlannedRequest, profile: Profile, setting: WaveConfig) -> st
     short = "lower fps, max_frames, max_pixels, total_pixels or --max-tokens"
     what = small if most in ("weights", "draft_weights") else short
     return (
-        f"a request of {request.context} tokens needs {total(needs) / 1e9:.1f} GB alone, "
+        f"a request of {request.context} tokens needs {peak_memory(needs) / 1e9:.1f} GB alone, "
         f"{needs[most] / 1e9:.1f} of them for {most.replace('_', ' ')}, and {profile.device.name} can give "
         f"{MEMORY * profile.device.memory / 1e9:.1f}: {what} would help"
     )

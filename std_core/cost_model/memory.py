@@ -1,10 +1,13 @@
-"""What an engine holds in its device's memory, term by term, for slots × the longest request of a
-wave.
+"""An engine's device memory, by purpose, for slots × the longest request of a wave.
 
-Terms say what tensors hold; `jobs/benchmark.py --suite memory` measures them. What a host holds of
-requests (frames, patches) is not among them, nor what an allocator keeps in reserve. A device is of
-a kind, `cpu` or `cuda`: on a CPU scores of a selection are stored, sparse channels are read from a
-copy, and rounds are not kept as graphs."""
+The figures are sizes of tensors; `jobs/benchmark.py --suite memory` compares them with measured
+ones. Not included: what the host holds of requests (frames, patches), and what an allocator keeps
+in reserve.
+
+Three things depend on the kind of device, `cpu` or `cuda`: on a CPU, KV selection stores attention
+scores, sparse input channels are read from a second copy of the weights, and rounds are not
+captured as CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -13,249 +16,298 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from std_core.cost_model.account import BITS, ModelSize
-from std_core.kernels.shared.constants import SPLIT_SIZE
-from std_core.types import Draft
+from std_core.cost_model.model_size import ModelSize
+from std_core.kernels.shared.constants import GROUP_SIZE, SPLIT_SIZE
+from std_core.types import OBSERVATION_WINDOW, WEIGHT_BITS, Draft
 
-# of a prompt without visual tokens: what lies before its last 64 takes their part in a selection
-TAIL = 64
-# visual tokens that the vision tower works on at once; a frame more than that if it has more
-SEEN = 2048
-ASKED = 64  # tokens whose attention the policy `snapkv` asks
-FLOAT = 4  # bytes: scores are float32
-# bytes a word: four 64-bit numbers on the way to noise, of one position at a time; an order takes
-# less
-DRAWING = 32
+# A prompt without visual tokens: its last tokens play the question's part, those before them the
+# video's, so a draft selects among these.
+TEXT_SUFFIX = 64
+# Visual tokens that the vision tower processes at once; more only where a single frame has more.
+VISION_CHUNK = 2048
+FLOAT32 = 4  # bytes
+# Bytes per vocabulary entry while the noise of one position is made: four 64-bit numbers. Sorting
+# the scores for top-k and top-p needs less.
+NOISE = 32
+
 SamplingMode = Literal["greedy", "seeded", "fresh"]
-HELD = (
-    "weights",
-    "draft_weights",
-    "kv",
-    "draft_kv",
-    "graphs",
-)  # at all times; of the others one at a time
+# Purposes that occupy memory at all times. The others alternate.
+PERMANENT = ("weights", "draft_weights", "kv", "draft_kv", "graphs")
 
 
 @dataclass(frozen=True)
 class LongestRequest:
-    """The longest request of a wave, in tokens: its context, the visual ones of it, and what it may
-    write.
+    """The longest request of a wave, in tokens, and how the engine processes it.
 
-    Args: strict: tokens per row that verifications are padded to. draws: how tokens are drawn: the
-        likeliest, with noise that a seed gives, or with fresh noise, which takes most.
+    Args:
+        context: tokens of the prompt, visual ones included.
+        visual: of these, visual tokens.
+        max_tokens: tokens that the request may generate.
+        chunk: tokens per prefill chunk.
+        strict_width: tokens per row that every verification is padded to; 0 without `strict`.
+        sampling: how tokens are chosen: greedily, with noise keyed by a seed, or with fresh noise
+            (the largest).
     """
 
     context: int
     visual: int
-    written: int
-    chunk: int = 2048  # of prefill
-    strict: int = 0
-    draws: SamplingMode = "fresh"
+    max_tokens: int
+    chunk: int = 2048
+    strict_width: int = 0
+    sampling: SamplingMode = "fresh"
 
     @property
     def prefix(self) -> int:
-        """Of its tokens those that other questions share, and a draft may leave out; at the
-        least."""
-        return self.visual or max(0, self.context - TAIL)
+        """Tokens that a draft may leave out and other questions may share, at the least."""
+        return self.visual or max(0, self.context - TEXT_SUFFIX)
 
     @property
     def question(self) -> int:
+        """Tokens that are not in the prefix."""
         return self.context - self.prefix
 
 
-def terms(
-    account: ModelSize,
-    load: LongestRequest,
+def memory_breakdown(
+    size: ModelSize,
+    longest: LongestRequest,
     slots: int,
     draft: Draft | None = None,
-    pair: ModelSize | None = None,
-    kind: str = "cuda",
+    second_model: ModelSize | None = None,
+    device_kind: str = "cuda",
 ) -> dict[str, float]:
-    """Bytes by what they are for. Those not in `HELD` are there one at a time, `round` and `logits`
-    together.
+    """Return bytes by purpose.
+
+    `PERMANENT` ones are occupied at all times. Of the others one at a time is, except that `round`
+    and `logits` go together.
 
     Args:
-        pair: the second model's, of a draft that has one.
-        kind: of device.
+        second_model: of a draft that has one.
     """
-    width = max(draft.gamma + 1 if draft else 1, load.strict)
-    entries = _entries(load, width)
-    kept = _view(load, draft, pair, width)
-    working = slots * width * _live(account) + _choosing_again(
-        account, load, slots, draft, kind=kind
-    )
-    scores = slots * _scores(account, load, width)
-    stores = [(n, account) for n in entries] + [(kept, pair or account)]
+    width = max(draft.gamma + 1 if draft else 1, longest.strict_width)
+    prefix, suffix = _cache_entries(longest, width)
+    draft_entries = _draft_entries(longest, draft, second_model, width)
+    draft_size = second_model or size
+    models = [size] if second_model is None else [size, second_model]
+    round_bytes = slots * width * _activation_bytes(size)
+    round_bytes += slots * _refresh_bytes(size, longest, draft, device_kind)
+    logits = slots * _logits_bytes(size, longest, width)
+    draft_weights = _draft_weight_bytes(size, draft, device_kind)
+    if second_model is not None:
+        draft_weights += second_model.parameters * second_model.weight_bytes
     return {
-        "weights": account.parameters * account.weight_bytes,
-        "draft_weights": _copy(account, draft, kind)
-        + (pair.parameters * pair.weight_bytes if pair else 0.0),
-        "kv": slots * sum(entries) * account.entry_bytes,
-        "draft_kv": slots * kept * (pair or account).entry_bytes,
-        "graphs": working + scores if kind == "cuda" else 0.0,
-        "prefill": max(_chunk(a, load, draft, kind) for a in (account, pair) if a),
-        "vision": max(_tower(a, load, kind) for a in (account, pair) if a),
-        "round": working,
-        "logits": scores,
-        "growth": max(slots * n * a.entry_bytes / (2 * a.layers) for n, a in stores),
+        "weights": size.parameters * size.weight_bytes,
+        "draft_weights": draft_weights,
+        "kv": slots * (prefix + suffix) * size.entry_bytes,
+        "draft_kv": slots * draft_entries * draft_size.entry_bytes,
+        # a captured round keeps the activations of its widest step and its logits in its own pool
+        "graphs": round_bytes + logits if device_kind == "cuda" else 0.0,
+        "prefill": max(_prefill_bytes(model, longest, draft, device_kind) for model in models),
+        "vision": max(_vision_bytes(model, longest, device_kind) for model in models),
+        "round": round_bytes,
+        "logits": logits,
+        "growth": max(
+            _growth_bytes(size, slots * prefix),
+            _growth_bytes(size, slots * suffix),
+            _growth_bytes(draft_size, slots * draft_entries),
+        ),
     }
 
 
-def total(found: Mapping[str, float]) -> float:
-    """The peak of `terms`: what is held, and the most of what comes and goes."""
-    passing = max(
-        found["prefill"], found["vision"], found["round"] + found["logits"], found["growth"]
+def peak_memory(breakdown: Mapping[str, float]) -> float:
+    """Return the peak in bytes: what is permanent and the largest of what alternates."""
+    alternating = max(
+        breakdown["prefill"],
+        breakdown["vision"],
+        breakdown["round"] + breakdown["logits"],
+        breakdown["growth"],
     )
-    return sum(found[name] for name in HELD) + passing
+    return sum(breakdown[name] for name in PERMANENT) + alternating
 
 
-def most_slots(
-    account: ModelSize,
-    load: LongestRequest,
+def max_slots(
+    size: ModelSize,
+    longest: LongestRequest,
     memory: float,
-    most: int,
+    limit: int,
     draft: Draft | None = None,
-    pair: ModelSize | None = None,
-    kind: str = "cuda",
+    second_model: ModelSize | None = None,
+    device_kind: str = "cuda",
 ) -> int:
-    """How many of the `most` slots fit; 0 if not even one does. No term shrinks as slots are
-    added."""
-    counts = range(1, most + 1)
-    return bisect_right(
-        counts,
-        memory,
-        key=lambda slots: total(terms(account, load, slots, draft, pair=pair, kind=kind)),
-    )
+    """Return how many of `limit` slots fit into `memory` bytes; 0 if not even one does.
+
+    A binary search, since no purpose's bytes fall as slots are added.
+    """
+
+    def peak(slots: int) -> float:
+        return peak_memory(
+            memory_breakdown(
+                size,
+                longest,
+                slots,
+                draft=draft,
+                second_model=second_model,
+                device_kind=device_kind,
+            )
+        )
+
+    return bisect_right(range(1, limit + 1), memory, key=peak)
 
 
-def _whole(entries: int) -> int:
+def _whole_splits(entries: int) -> int:
+    """Round up to whole splits of the attention kernel, by which caches grow."""
     return -(-entries // SPLIT_SIZE) * SPLIT_SIZE
 
 
-# --------------------------------------------------------------------------------------- what stays
+# ---------------------------------------------------------------------------------------- permanent
 
 
-def _entries(load: LongestRequest, width: int) -> tuple[int, int]:
-    """Of a row in the two stores of the cache. Text that stands before a video or between its
-    frames is in the first; how much is not known, so it is as much as takes most."""
-    behind = load.question + load.written + width
-    least = _whole(load.prefix), _whole(behind)
-    over = least[0] - load.prefix + 1  # tokens of text that need one step more there
-    if load.visual and over < load.question:
-        moved = least[0] + SPLIT_SIZE, _whole(behind - over)
-        return max(least, moved, key=sum)
-    return least
+def _cache_entries(longest: LongestRequest, width: int) -> tuple[int, int]:
+    """Return a row's entries in the prefix cache and in its own cache.
+
+    Text before a video or between its frames belongs to the prefix, but its length is unknown here.
+    So the division that occupies the most splits is assumed.
+    """
+    behind = longest.question + longest.max_tokens + width
+    all_text_behind = _whole_splits(longest.prefix), _whole_splits(behind)
+    # the fewest tokens of text that need one more split in the prefix
+    text = all_text_behind[0] - longest.prefix + 1
+    if not longest.visual or text >= longest.question:
+        return all_text_behind
+    some_in_prefix = all_text_behind[0] + SPLIT_SIZE, _whole_splits(behind - text)
+    return max(all_text_behind, some_in_prefix, key=sum)
 
 
-def _view(load: LongestRequest, draft: Draft | None, pair: ModelSize | None, width: int) -> int:
-    """Entries of a row that a draft has for itself."""
-    if draft is None or (draft.policy in ("full", "ngram") and pair is None):
+def _draft_entries(
+    longest: LongestRequest, draft: Draft | None, second_model: ModelSize | None, width: int
+) -> int:
+    """Return a row's entries in the draft's cache; none where the draft reads the full cache."""
+    if draft is None or (draft.policy in ("full", "ngram") and second_model is None):
         return 0
-    kept = load.prefix if draft.policy == "full" else draft.budget(load.prefix)
-    return _whole(kept + load.question + load.written + width)
+    kept = longest.prefix if draft.policy == "full" else draft.budget(longest.prefix)
+    return _whole_splits(kept + longest.question + longest.max_tokens + width)
 
 
-def _copy(account: ModelSize, draft: Draft | None, kind: str) -> float:
-    """Packed projections and head of a low-bit draft; on a CPU all projections once more, laid out
-    for sparse channels. Experts' weights are no projections of their own and stay as they are."""
-    if draft is None or (draft.weights not in BITS and (draft.channels == 1 or kind != "cpu")):
+def _draft_weight_bytes(size: ModelSize, draft: Draft | None, device_kind: str) -> float:
+    """Return the bytes of a draft's own copy of the weights.
+
+    Low-bit drafts have packed projections and an 8-bit head. Sparse input channels need a
+    transposed copy of the projections on a CPU. The experts' weights are not copied.
+    """
+    if draft is None:
         return 0.0
-    body = account.layers * draft.depth * account.packable
-    if draft.weights not in BITS:
-        return body * account.weight_bytes
-    scales = (
-        16 * (FLOAT if kind == "cpu" else account.weight_bytes) / 32
-        if draft.weights == "int4"
-        else 0.0
-    )
-    return (
-        body * (BITS[draft.weights] + scales) + account.hidden * account.vocabulary * BITS["int8"]
-    ) / 8
+    weights = size.layers * draft.depth * size.packable
+    if draft.weights not in WEIGHT_BITS:
+        copied = draft.channels < 1 and device_kind == "cpu"
+        return weights * size.weight_bytes if copied else 0.0
+    scale_bits = 0.0  # per weight
+    if draft.weights == "int4":
+        # a scale and an offset per group
+        scale_bytes = FLOAT32 if device_kind == "cpu" else size.weight_bytes
+        scale_bits = 2 * 8 * scale_bytes / GROUP_SIZE
+    head_bits = size.hidden * size.vocabulary * WEIGHT_BITS["int8"]
+    return (weights * (WEIGHT_BITS[draft.weights] + scale_bits) + head_bits) / 8
 
 
-# ------------------------------------------------------------------------------ what comes and goes
+# -------------------------------------------------------------------------------------- alternating
 
 
-def _live(account: ModelSize) -> float:
-    """A token's numbers in one layer: its residual, the layer's input, the norm's output, and three
-    of the MLP's, or queries and keys before and after rotation, with what that takes. A captured
-    round keeps those of its widest step, and its logits, in a pool of its own for as long as it may
-    be replayed."""
-    mlp = 3 * account.intermediate * account.experts
-    attention = 4 * account.head_dim * (account.heads + account.kv_heads)
-    return (3 * account.hidden + max(mlp, attention) + 6 * account.head_dim) * account.weight_bytes
+def _growth_bytes(size: ModelSize, entries: int) -> float:
+    """Return the bytes of one layer's keys or values, which exist twice while that cache grows."""
+    return entries * size.entry_bytes / (2 * size.layers)
 
 
-def _chunk(account: ModelSize, load: LongestRequest, draft: Draft | None, kind: str) -> float:
-    """A chunk of the prefix and all visual features, or the question's last chunk and what a
-    selection looks at."""
-    levels = account.hidden * account.levels * account.weight_bytes
-    first = min(load.chunk, load.prefix) * (
-        _live(account) + levels - account.hidden * account.weight_bytes
-    )
-    last = min(load.chunk, load.question)
-    asked = min(last, ASKED) if draft and draft.policy == "snapkv" else last
-    chosen = (
-        _mass(account, load.prefix, asked, kind)
-        if draft and draft.policy not in ("full", "ngram")
-        else 0.0
-    )
-    return max(first + load.visual * levels, last * _live(account) + chosen)
+def _activation_bytes(size: ModelSize) -> float:
+    """Return a token's activations in one layer.
+
+    They are the residual, the layer's input and the norm's output; and either three vectors of the
+    MLP, or queries and keys before and after rotation with the rotation's temporaries.
+    """
+    mlp = 3 * size.intermediate * size.experts
+    attention = 4 * size.head_dim * (size.heads + size.kv_heads)
+    return (3 * size.hidden + max(mlp, attention) + 6 * size.head_dim) * size.weight_bytes
 
 
-def _mass(account: ModelSize, entries: int, asked: int, kind: str) -> float:
-    """Attention of `asked` tokens to a row's entries: sums of all layers, the keys of one; on a CPU
-    its scores too."""
-    keys = account.kv_heads * entries * account.head_dim * account.kv_bytes
-    sums = account.layers * account.kv_heads * entries * FLOAT
-    return (
-        sums
-        + keys
-        + (account.heads * asked * entries * _float_too(account) if kind == "cpu" else 0.0)
-    )
-
-
-def _choosing_again(
-    account: ModelSize, load: LongestRequest, slots: int, draft: Draft | None, kind: str
+def _prefill_bytes(
+    size: ModelSize, longest: LongestRequest, draft: Draft | None, device_kind: str
 ) -> float:
+    """Return the larger of two chunks: one of the prefix, beside the visual features; and the last
+    one of the question, beside the attention mass that KV selection collects.
+    """
+    features = size.hidden * size.feature_levels * size.weight_bytes  # of a visual token
+    embedding = size.hidden * size.weight_bytes
+    prefix_chunk = min(longest.chunk, longest.prefix)
+    prefix = prefix_chunk * (_activation_bytes(size) + features - embedding)
+    question_chunk = min(longest.chunk, longest.question)
+    question = question_chunk * _activation_bytes(size)
+    if draft and draft.policy not in ("full", "ngram"):
+        queries = question_chunk
+        if draft.policy == "snapkv":
+            queries = min(queries, OBSERVATION_WINDOW)
+        question += _selection_bytes(size, longest.prefix, queries, device_kind)
+    return max(prefix + longest.visual * features, question)
+
+
+def _selection_bytes(size: ModelSize, entries: int, queries: int, device_kind: str) -> float:
+    """Return the bytes of collecting the attention mass that `queries` tokens give to entries.
+
+    They are the mass in all layers and the gathered keys of one; on a CPU its scores as well.
+    """
+    keys = size.kv_heads * entries * size.head_dim * size.kv_bytes
+    mass = size.layers * size.kv_heads * entries * FLOAT32
+    scores = size.heads * queries * entries * _with_float32_copy(size)
+    return mass + keys + (scores if device_kind == "cpu" else 0.0)
+
+
+def _refresh_bytes(
+    size: ModelSize, longest: LongestRequest, draft: Draft | None, device_kind: str
+) -> float:
+    """Return the bytes per row of a selection that is repeated during decoding."""
     if draft is None or not draft.refresh:
         return 0.0
-    keys = (
-        account.kv_heads * load.prefix * account.head_dim * account.kv_bytes
-    )  # a CPU's product wants them in a row
-    return slots * (
-        _mass(account, load.prefix, draft.gamma + 1, kind) + (keys if kind == "cpu" else 0.0)
-    )
+    selection = _selection_bytes(size, longest.prefix, draft.gamma + 1, device_kind)
+    # matrix products on a CPU copy the keys to contiguous memory
+    keys = size.kv_heads * longest.prefix * size.head_dim * size.kv_bytes
+    return selection + (keys if device_kind == "cpu" else 0.0)
 
 
-def _scores(account: ModelSize, load: LongestRequest, width: int) -> float:
-    """A row's logits, as they come and in float32; where tokens are drawn, what one position takes,
-    and where they are drawn afresh the two models' distributions and their difference."""
-    drawn = 0 if load.draws == "greedy" else DRAWING
-    more = 2 * FLOAT * width if load.draws == "fresh" else 0
-    return account.vocabulary * (width * _float_too(account) + max(drawn, more))
+def _logits_bytes(size: ModelSize, longest: LongestRequest, width: int) -> float:
+    """Return a row's logits in the model's dtype and in float32, and what sampling adds.
+
+    Sampling makes noise for one position at a time. Fresh noise needs the distributions of draft
+    and verifier, and their difference.
+    """
+    noise = 0 if longest.sampling == "greedy" else NOISE
+    distributions = 2 * FLOAT32 * width if longest.sampling == "fresh" else 0
+    return size.vocabulary * (width * _with_float32_copy(size) + max(noise, distributions))
 
 
-def _float_too(account: ModelSize) -> float:
-    """Bytes of a number and its float32, which in float32 is the same."""
-    return FLOAT + (account.weight_bytes if account.weight_bytes < FLOAT else 0)
+def _with_float32_copy(size: ModelSize) -> float:
+    """Return the bytes of a number and its float32 copy; float32 itself is not copied."""
+    return FLOAT32 + (size.weight_bytes if size.weight_bytes < FLOAT32 else 0)
 
 
-def _tower(account: ModelSize, load: LongestRequest, kind: str) -> float:
-    """A piece of a video in one block of the vision tower, and the features of all."""
-    size = account.weight_bytes
-    width = account.tower_width
-    full = FLOAT / size  # it rotates queries and keys in float32
-    turning = width * (5 + 4 * full + (2 * full if full > 1 else 0)) if account.tower_turns else 0
-    patch = max(turning, 3 * width + account.tower_mlp) + (
-        width * full if account.tower_places else 0
-    )
-    if (
-        account.tower_turns and account.tower_places
-    ):  # four learned places around each are weighed, in float32
-        patch = max(patch, width * (5 + 4 * full + (4 * full if full > 1 else 0)))
-    if kind != "cpu" or full > 1:
-        patch += account.pixels  # as they came, brought to the tower
-    piece = min(SEEN, load.visual)
-    feature = account.hidden * account.levels
-    return (piece * max(account.patches * patch, 2 * feature) + load.visual * feature) * size
+def _vision_bytes(size: ModelSize, longest: LongestRequest, device_kind: str) -> float:
+    """Return one chunk of a video in a block of the vision tower, and all visual features.
+
+    Counted in numbers of the weights' dtype; one float32 number counts `float32` of them.
+    """
+    width = size.tower_width
+    float32 = FLOAT32 / size.weight_bytes
+    is_half = float32 > 1  # float32 copies exist only beside 16-bit numbers
+    mlp = 3 * width + size.tower_mlp
+    rotation = 0.0  # of queries and keys, in float32
+    if size.tower_rope:
+        rotation = width * (5 + 4 * float32 + (2 * float32 if is_half else 0))
+    patch = max(rotation, mlp)
+    if size.tower_learned_positions:
+        patch += width * float32
+    if size.tower_rope and size.tower_learned_positions:
+        # bilinear interpolation of four position embeddings around each patch, in float32
+        interpolation = width * (5 + 4 * float32 + (4 * float32 if is_half else 0))
+        patch = max(patch, interpolation)
+    if device_kind != "cpu" or is_half:
+        patch += size.pixels  # the patches, copied to the tower's device and dtype
+    chunk = min(VISION_CHUNK, longest.visual)
+    features = size.hidden * size.feature_levels  # of a visual token
+    chunk_numbers = chunk * max(size.patches * patch, 2 * features)
+    return (chunk_numbers + longest.visual * features) * size.weight_bytes

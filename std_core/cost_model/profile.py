@@ -1,144 +1,254 @@
-"""What a device and a model do together, in few numbers: byte times, a cost per branch beyond them,
-acceptance.
+"""What is known of one device running one model: step latencies, draft acceptance, text lengths.
 
-A step's time is its bytes over the device's bandwidth and a kernel cost (Crossover §4.3, Appendix
-D): constant, by the token, and by the entry that a token looks at. Measured by `jobs/calibrate.py`;
-where nothing was measured, from what is published of a device."""
+The latency of a decode step is linear in its byte time (bytes read over the device's bandwidth)
+with three more terms: a constant, one per token and one per attended KV entry (Crossover §4.3,
+Appendix D). `jobs/calibrate.py` measures a profile; `device_specs.estimated_profile` makes one from
+published figures where nothing was measured. `profile_json` reads and writes them.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from std_core.cost_model.account import AcceptanceCurve, ModelSize, chances
+from std_core.cost_model.acceptance import AcceptanceCounts, AcceptanceCurve, fit_acceptance_curve
+from std_core.cost_model.model_size import ModelSize
 from std_core.types import Draft
 
-VERSION = 3
-RETRIEVES = (
-    0.9  # of what the dense loop finds, that a draft has to find whose text nothing verifies
-)
-KINDS = (
-    "caption",
-    "question",
-)  # of prompts, as texts differ in length and in how well they can be foretold
+PROFILE_VERSION = 3
+# Kinds of prompts: their texts differ in length and in acceptance.
+PROMPT_KINDS = ("caption", "question")
+# Share of the dense loop's correct answers that a draft must reach before its text may be used
+# without verification (`mode=sparse`).
+MIN_RETRIEVAL = 0.9
 
 
 @dataclass(frozen=True)
 class Device:
-    """`name` as its driver or the system has it; bytes/s, bytes, FLOP/s of 16-bit matrix
-    products."""
+    """A device's limits.
+
+    Args:
+        name: as the driver or the operating system reports it.
+        kind: `cuda` or `cpu`.
+        bandwidth: of its memory, bytes/s.
+        memory: bytes.
+        flops: of 16-bit matrix products, FLOP/s.
+    """
 
     name: str
-    kind: str  # cuda or cpu
+    kind: str
     bandwidth: float
     memory: float
     flops: float
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of a step: `scale` × byte time + `constant` + `token` × tokens + `entry` × entries
-    that they look at.
+# ---------------------------------------------------------------------------------------- latencies
 
-    `residual`: median and 90th percentile of the fit's relative errors; zeros where nothing was
-    fitted."""
 
-    scale: float = 1.0
-    constant: float = 0.0
-    token: float = 0.0
-    entry: float = 0.0
-    residual: tuple[float, float] = (0.0, 0.0)
+class FitError(NamedTuple):
+    """Quantiles of a fit's relative errors; zeros where nothing was fitted."""
 
-    def seconds(self, byte_s: float, tokens: float, seen: float) -> float:
-        """
-        Args:
-            byte_s: bytes that the step reads over the bandwidth.
-            tokens: of all rows.
-            seen: entries of all rows, each counted once per token of its row.
-        """
-        return self.scale * byte_s + self.constant + self.token * tokens + self.entry * seen
+    median: float = 0.0
+    p90: float = 0.0
 
-    @classmethod
-    def fit(cls, steps: Sequence[Step]) -> Cost:
-        """Non-negative least squares of relative errors."""
-        table = [(step.byte_s, 1.0, step.tokens, step.seen) for step in steps]
-        weights, errors = non_negative(table, [step.seconds for step in steps])
-        scale, constant, token, entry = weights
-        return cls(scale, constant, token, entry, errors)
+
+NOT_FITTED = FitError()
+
+
+class NonNegativeFit(NamedTuple):
+    """The coefficients of a table's columns, and the fit's errors."""
+
+    coefficients: tuple[float, ...]
+    error: FitError
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step that was timed: what `Cost.seconds` is asked, and its answer."""
+class TimedStep:
+    """A measured decode step.
+
+    Args:
+        byte_s: bytes that the step reads over the bandwidth, seconds.
+        tokens: of all rows.
+        attended: KV entries attended, summed over all tokens of all rows.
+        seconds: measured.
+    """
 
     byte_s: float
     tokens: float
-    seen: float
+    attended: float
     seconds: float
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """Drafted tokens at a context and kind of prompt, by their place in a round: how often they
-    were accepted, and how often refused where all before them were accepted. `drawn`: of texts that
-    are drawn at temperature 1, not greedy."""
+class LatencyModel:
+    """Seconds of a decode step, linear in byte time, tokens and attended KV entries.
 
-    context: int
-    kind: str
-    accepted: tuple[int, ...]
-    refused: tuple[int, ...]
-    drawn: bool = False
+    Args:
+        scale: of the byte time.
+        constant: seconds per step.
+        per_token: seconds per token.
+        per_entry: seconds per attended KV entry.
+        residual: of the fit.
+    """
+
+    scale: float = 1.0
+    constant: float = 0.0
+    per_token: float = 0.0
+    per_entry: float = 0.0
+    residual: FitError = NOT_FITTED
+
+    def seconds(self, byte_s: float, tokens: float, attended: float) -> float:
+        """Predict the latency of a step; arguments as in `TimedStep`."""
+        return (
+            self.scale * byte_s
+            + self.constant
+            + self.per_token * tokens
+            + self.per_entry * attended
+        )
+
+    @classmethod
+    def fit(cls, steps: Sequence[TimedStep]) -> LatencyModel:
+        """Fit measured steps by non-negative least squares of relative errors."""
+        table = [(step.byte_s, 1.0, step.tokens, step.attended) for step in steps]
+        fit = fit_non_negative(table, [step.seconds for step in steps])
+        scale, constant, per_token, per_entry = fit.coefficients
+        return cls(scale, constant, per_token, per_entry, residual=fit.error)
+
+
+class PrefillLatency(NamedTuple):
+    """Seconds of a prompt's prefill: per prompt, per token, and per token squared."""
+
+    constant: float
+    per_token: float
+    per_token_squared: float
+
+
+class DraftSetupLatency(NamedTuple):
+    """Seconds that a request takes before its first drafted token: KV selection, gather, and the
+    second model's prefill.
+    """
+
+    constant: float = 0.0
+    per_token: float = 0.0  # of the context
+
+    def seconds(self, context: float) -> float:
+        """Predict the latency for a context of so many tokens."""
+        return self.constant + self.per_token * context
+
+
+# ------------------------------------------------------------------------------------------- drafts
 
 
 @dataclass(frozen=True)
-class Retrieved:
-    """Questions on places of a context, and how many the dense loop and a draft alone answered
-    rightly."""
+class RetrievalScore:
+    """A retrieval test (Crossover §5.1): questions about positions of a long context.
+
+    Args:
+        context: tokens.
+        questions: how many were posed.
+        dense_correct: of them, those that the dense loop answered correctly.
+        draft_correct: of them, those that the draft alone answered correctly.
+    """
 
     context: int
-    asked: int
-    dense: int
-    sparse: int
+    questions: int
+    dense_correct: int
+    draft_correct: int
 
     @property
-    def enough(self) -> bool:
-        """Whether the draft finds nearly all that the model finds, and the model finds enough to
-        tell."""
-        return 2 * self.dense >= self.asked and self.sparse >= RETRIEVES * self.dense
+    def passes(self) -> bool:
+        """Whether the draft may be used unverified.
+
+        A dense loop that answers less than half of the questions is no evidence either way, so the
+        test fails then.
+        """
+        conclusive = 2 * self.dense_correct >= self.questions
+        return conclusive and self.draft_correct >= MIN_RETRIEVAL * self.dense_correct
 
 
 @dataclass(frozen=True)
 class CalibratedDraft:
-    """A draft as it was calibrated; its γ is left to the scheduler.
+    """A draft and what was measured of it. Its γ is not meant: the planner chooses γ.
 
-    Args: once: seconds of selection, gather and a second model's prefill, per request and per token
-        of its context. pair: the second model's account, if there is one. retrieved: by the draft
-        alone, where it was asked to.
+    Args:
+        latency: of one draft step.
+        setup: once per request.
+        acceptance: by context, kind of prompt and sampling.
+        second_model: size of the second model, for a draft that has one.
+        retrieval_scores: of the draft's unverified text, where that was tested.
     """
 
     draft: Draft
-    cost: Cost
-    once: tuple[float, float]
-    acceptance: tuple[Accepted, ...]
-    pair: ModelSize | None = None
-    retrieved: tuple[Retrieved, ...] = ()
+    latency: LatencyModel
+    setup: DraftSetupLatency
+    acceptance: tuple[AcceptanceCounts, ...]
+    second_model: ModelSize | None = None
+    retrieval_scores: tuple[RetrievalScore, ...] = ()
 
-    def accepts(self, context: float, kind: str, drawn: bool = False) -> AcceptanceCurve:
-        """Of what was measured in this way of choosing tokens and of this kind of prompt, if any
-        was: all contexts, the nearer ones more, since a few texts tell less than acceptance changes
-        between two of them."""
-        alike = [a for a in self.acceptance if a.drawn == drawn] or self.acceptance
-        same = [a for a in alike if a.kind == kind] or alike
-        away = [abs(math.log2(max(1.0, context) / max(1, a.context))) for a in same]
-        nearer = [2.0 ** (min(away) ** 2 - octaves**2) for octaves in away]  # halved an octave away
-        return chances(
-            *(_weighed([getattr(a, of) for a in same], nearer) for of in ("accepted", "refused"))
+    def acceptance_curve(self, context: float, kind: str, sampled: bool = False) -> AcceptanceCurve:
+        """Estimate the acceptance at a context length.
+
+        Counts of the same sampling and kind of prompt are used; where there are none, the others.
+        Counts of all contexts contribute, since a few texts alone are too noisy; their weight falls
+        with the distance in octaves, to half at one octave.
+        """
+        same_sampling = [c for c in self.acceptance if c.sampled == sampled] or self.acceptance
+        counts = [c for c in same_sampling if c.kind == kind] or same_sampling
+        octaves = [abs(math.log2(max(1.0, context) / max(1, c.context))) for c in counts]
+        nearest = min(octaves)
+        weights = [2.0 ** (nearest**2 - distance**2) for distance in octaves]
+        return fit_acceptance_curve(
+            accepted=_weighted_sum((c.accepted for c in counts), weights),
+            rejected=_weighted_sum((c.rejected for c in counts), weights),
         )
+
+
+def _weighted_sum(counts: Iterable[Sequence[int]], weights: Sequence[float]) -> list[float]:
+    """Sum sequences of counts by place; shorter ones count as zero beyond their end."""
+    weighted = [
+        [count * weight for count in by_place]
+        for by_place, weight in zip(counts, weights, strict=True)
+    ]
+    return [sum(place) for place in itertools.zip_longest(*weighted, fillvalue=0.0)]
+
+
+# ------------------------------------------------------------------------------------------ profile
+
+
+class UnionFraction(NamedTuple):
+    """u_B measured: the fraction of the projection weights that any of `rows` sequences activates.
+
+    Args:
+        channels: r_P, the share of input channels that each sequence keeps.
+        rows: B.
+        fraction: u_B.
+    """
+
+    channels: float
+    rows: int
+    fraction: float
+
+
+class TextLength(NamedTuple):
+    """Mean tokens of the text that a kind of prompt gets."""
+
+    kind: str
+    tokens: float
+
+
+class PredictionSpread(NamedTuple):
+    """Factors that bound a predicted time from below and above."""
+
+    low: float = 1.0
+    high: float = 1.0
+
+
+EXACT = PredictionSpread()
 
 
 @dataclass(frozen=True)
@@ -146,135 +256,82 @@ class Profile:
     """One device and one model.
 
     Args:
-        model: its revision.
-        full: of the full model's steps, dense (one token a row) and verifications.
-        prefill: seconds of a prompt, of each token, of each token squared.
-        vision: seconds of a visual token.
-        noise: seconds that a token takes longer which is drawn, not greedy.
-        drafts: that may be chosen; without any there is nothing to choose.
-        union: (kept share of the channels, rows, u_B), as measured.
-        lengths: (kind of prompt, tokens written), as measured.
-        spread: factors of a predicted time that bound it.
-        measured: whether on the device itself.
+        model: the checkpoint's revision.
+        dtype: of weights and KV cache.
+        latency: of the full model's steps: dense ones (one token per row) and verifications.
+        prefill: of a prompt.
+        vision_s_per_token: seconds of the vision tower per visual token.
+        drafts: those that the planner may choose from.
+        union_fractions: as measured.
+        text_lengths: as measured.
+        spread: of predicted times.
+        sampling_s_per_token: additional seconds of a sampled token over a greedy one.
+        measured: whether on the device itself; else estimated from published figures.
     """
 
     device: Device
     model: str
     dtype: str
-    account: ModelSize
-    full: Cost
-    prefill: tuple[float, float, float]
-    vision: float
+    model_size: ModelSize
+    latency: LatencyModel
+    prefill: PrefillLatency
+    vision_s_per_token: float
     drafts: tuple[CalibratedDraft, ...] = ()
-    union: tuple[tuple[float, int, float], ...] = ()
-    lengths: tuple[tuple[str, float], ...] = ()
-    spread: tuple[float, float] = (1.0, 1.0)
-    noise: float = 0.0
+    union_fractions: tuple[UnionFraction, ...] = ()
+    text_lengths: tuple[TextLength, ...] = ()
+    spread: PredictionSpread = EXACT
+    sampling_s_per_token: float = 0.0
     measured: bool = True
-    version: int = VERSION
+    version: int = PROFILE_VERSION
 
-    def union_of(self, draft: Draft, rows: int) -> float | None:
-        """u_B of the nearest batch that was measured; None where none was, or the draft uses all
-        channels."""
-        known = [
-            (abs(math.log(rows / b)), u)
-            for channels, b, u in self.union
-            if channels == draft.channels
-        ]
-        return min(known)[1] if known and draft.channels < 1 else None
+    def union_fraction(self, draft: Draft, rows: int) -> float | None:
+        """Return u_B as measured for the nearest number of rows (in logarithm).
+
+        None where it was not measured for the draft's share of channels, or the draft keeps all.
+        """
+        if draft.channels == 1:
+            return None
+        known = [u for u in self.union_fractions if u.channels == draft.channels]
+        if not known:
+            return None
+        return min(known, key=lambda u: (abs(math.log(rows / u.rows)), u.fraction)).fraction
 
     def prefill_s(self, tokens: float) -> float:
-        """Seconds of a prompt."""
-        once, each, squared = self.prefill
-        return once + each * tokens + squared * tokens**2
+        """Predict the seconds of a prompt's prefill, vision excluded."""
+        latency = self.prefill
+        return latency.constant + latency.per_token * tokens + latency.per_token_squared * tokens**2
 
 
-def _weighed(counts: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
-    """Their sum, place by place."""
-    each = ([count * weight for count in row] for row, weight in zip(counts, weights, strict=True))
-    return [sum(place) for place in itertools.zip_longest(*each, fillvalue=0.0)]
+# ---------------------------------------------------------------------------------------------- fit
 
 
-def non_negative(
-    table: Sequence[Sequence[float]], values: Sequence[float]
-) -> tuple[tuple[float, ...], tuple[float, float]]:
-    """The weights ≥ 0 of a table's columns that come nearest to the values, by the sum of squared
-    relative errors; and those errors' median and 90th percentile. Columns are few: every subset is
-    tried."""
-    goal = np.asarray(values, float)
-    rows = np.asarray(table, float) / goal[:, None]
-    size = np.abs(rows).max(0)
-    rows = rows / np.where(size > 0, size, 1)
-    best = np.zeros(rows.shape[1])
-    least = float(len(goal))
-    for count in range(1, rows.shape[1] + 1):
-        for subset in map(list, itertools.combinations(range(rows.shape[1]), count)):
-            found = np.linalg.lstsq(rows[:, subset], np.ones(len(goal)), rcond=None)[0]
-            error = float(np.square(rows[:, subset] @ found - 1).sum())
-            if (found >= 0).all() and error < least - 1e-12:
-                best = np.zeros(rows.shape[1])
-                least = error
-                best[subset] = found
-    errors = np.abs(rows @ best - 1)
-    weights = best / np.where(size > 0, size, 1)
-    return tuple(map(float, weights)), (float(np.median(errors)), float(np.quantile(errors, 0.9)))
+def fit_non_negative(table: Sequence[Sequence[float]], values: Sequence[float]) -> NonNegativeFit:
+    """Fit the coefficients ≥ 0 of a table's columns by least squares of relative errors.
 
+    Every subset of the columns is tried, so there should be few columns.
 
-# --------------------------------------------------------------------------------------------- JSON
-
-
-def to_json(profile: Profile) -> dict[str, Any]:
-    return asdict(profile)
-
-
-def from_json(content: Any) -> Profile:
-    """Raises ValueError, in one clause, where this is no profile or one of another version."""
-    if not isinstance(content, dict) or "version" not in content or "device" not in content:
-        raise ValueError("is no device profile")
-    if content["version"] != VERSION:
-        raise ValueError(f"is of version {content['version']}, version {VERSION} is needed")
-    try:
-        account = _account(content["account"])
-        assert account is not None
-        return replace(
-            Profile(**_known(Profile, content)),
-            device=Device(**content["device"]),
-            account=account,
-            full=_cost(content["full"]),
-            prefill=tuple(content["prefill"]),
-            drafts=tuple(map(_tried, content["drafts"])),
-            union=tuple(map(tuple, content["union"])),
-            lengths=tuple(map(tuple, content["lengths"])),
-            spread=tuple(content["spread"]),
-        )
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"is no device profile: {error}") from error
-
-
-def _known(cls: type[Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    return {f.name: content[f.name] for f in fields(cls)}
-
-
-def _account(content: Mapping[str, Any] | None) -> ModelSize | None:
-    return None if content is None else ModelSize(**content)
-
-
-def _cost(content: Mapping[str, Any]) -> Cost:
-    return Cost(**{**content, "residual": tuple(content["residual"])})
-
-
-def _tried(content: Mapping[str, Any]) -> CalibratedDraft:
-    accepted = tuple(
-        Accepted(**{**a, "accepted": tuple(a["accepted"]), "refused": tuple(a["refused"])})
-        for a in content["acceptance"]
-    )
-    pair = _account(content["pair"])
-    retrieved = tuple(Retrieved(**r) for r in content["retrieved"])
-    return CalibratedDraft(
-        Draft(**content["draft"]),
-        cost=_cost(content["cost"]),
-        once=tuple(content["once"]),
-        acceptance=accepted,
-        pair=pair,
-        retrieved=retrieved,
+    Args:
+        table: rows of samples.
+        values: one per row, above 0.
+    """
+    target = np.asarray(values, float)
+    samples = np.asarray(table, float) / target[:, None]
+    column_scale = np.abs(samples).max(0)
+    column_scale = np.where(column_scale > 0, column_scale, 1)
+    samples = samples / column_scale
+    columns = samples.shape[1]
+    best = np.zeros(columns)
+    least_error = float(len(target))
+    for count in range(1, columns + 1):
+        for subset in map(list, itertools.combinations(range(columns), count)):
+            solution = np.linalg.lstsq(samples[:, subset], np.ones(len(target)), rcond=None)[0]
+            error = float(np.square(samples[:, subset] @ solution - 1).sum())
+            if (solution >= 0).all() and error < least_error - 1e-12:
+                least_error = error
+                best = np.zeros(columns)
+                best[subset] = solution
+    errors = np.abs(samples @ best - 1)
+    return NonNegativeFit(
+        coefficients=tuple(map(float, best / column_scale)),
+        error=FitError(float(np.median(errors)), float(np.quantile(errors, 0.9))),
     )

@@ -15,7 +15,7 @@ from std_core.decoding.accept import accept_equal, accept_sampled
 from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.token_sampling import ResolvedSampling, SamplingState, bend, choose
 from std_core.kernels.shared.segments import PrefixGroups
-from std_core.model.cache import Cache, Look, RowsStep
+from std_core.model.cache import AttentionProbe, DecodeStep, KVCache
 from std_core.model.model import Model
 
 # What a draft reads: the rows' own caches; a view with the kept entries; a second model's cache.
@@ -27,9 +27,9 @@ class Slots:
     """The rows that decode together. Filled by the engine at admission, moved on by
     `decode_round`."""
 
-    prefix: Cache  # what questions on one video share
-    own: Cache  # each row's entries behind it
-    draft: Cache  # the draft's view of each row, unless it reads the two above
+    prefix: KVCache  # what questions on one video share
+    own: KVCache  # each row's entries behind it
+    draft: KVCache  # the draft's view of each row, unless it reads the two above
     length: torch.Tensor  # (B,) entries in `own`
     draft_length: torch.Tensor  # (B,) entries in `draft`
     position: torch.Tensor  # (B,) M-RoPE position of the row's last token
@@ -81,7 +81,7 @@ class Slots:
             draws=SamplingState.of(rules, generator),
             groups=PrefixGroups.from_lists([-1] * count, [], model.device),
             generator=generator,
-            vocabulary=model.vocabulary,
+            vocabulary=model.vocab_size,
             strict=strict,
         )
 
@@ -102,11 +102,11 @@ class Slots:
             return self.bends.apply(logits, self.history, lengths)
         return bend(logits, self.rules, self.history, lengths)
 
-    def drafts_view(self, ahead: int) -> RowsStep:
+    def drafts_view(self, ahead: int) -> DecodeStep:
         """Caches for a draft step whose first token stands `ahead` places behind a row's last."""
         if self.view == "own":  # what is written here, the verification writes over
-            return RowsStep(self.own, self.length + ahead, self.prefix, self.groups)
-        return RowsStep(self.draft, (self.draft_length + ahead).clamp(min=0))
+            return DecodeStep(self.own, self.length + ahead, self.prefix, self.groups)
+        return DecodeStep(self.draft, (self.draft_length + ahead).clamp(min=0))
 
     def reserve(self, width: int) -> None:
         """Room for a round of `width` tokens; rejected ones and those of finished rows are written
@@ -160,7 +160,7 @@ Drafting = Callable[[Slots, int], Drafted]
 
 @torch.inference_mode()
 def decode_round(
-    model: Model, slots: Slots, drafting: Drafting, gamma: int, look: Look | None = None
+    model: Model, slots: Slots, drafting: Drafting, gamma: int, look: AttentionProbe | None = None
 ) -> Round:
     """Moves all active rows on by 1 to γ + 1 tokens.
 
@@ -240,7 +240,7 @@ def look_up(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
 
 
 def verify(
-    model: Model, slots: Slots, drafted: torch.Tensor, look: Look | None = None
+    model: Model, slots: Slots, drafted: torch.Tensor, look: AttentionProbe | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The full model's scores after the last token and after each drafted one, (B, γ + 1,
     vocabulary), in one step; and which rows got no finite ones."""
@@ -249,7 +249,7 @@ def verify(
     tokens = F.pad(tokens, (0, max(0, slots.strict - width)))
     positions = slots.position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     mirror = (slots.draft, slots.draft_length) if slots.view == "kept" else None
-    kv = RowsStep(
+    kv = DecodeStep(
         slots.own,
         lengths=slots.length,
         prefix=slots.prefix,

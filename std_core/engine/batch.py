@@ -31,7 +31,7 @@ from std_core.engine.prefill import Pieces, Prefill
 from std_core.engine.refresh import look_of, reselect
 from std_core.engine.row import Row
 from std_core.kernels.shared.segments import PrefixGroups
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.types import Draft, Mode, Pace, Request, RequestError, Result
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Batch:
         self,
         engine: Engine,
         draft: Draft | None,
-        prepare: Callable[[Request], Inputs],
+        prepare: Callable[[Request], ModelInputs],
         mode: Mode = "std",
     ):
         if draft and engine.strict and engine.strict <= draft.gamma:

@@ -28,7 +28,7 @@ Recorder = Callable[[Body], tuple[Replay, Round]]
 
 def recorder_of(model: Model) -> Recorder | None:
     """What records rounds of a model; None where none can be recorded."""
-    if model.device.type != "cuda" or len(set(model.devices)) > 1:
+    if model.device.type != "cuda" or len(set(model.layer_devices)) > 1:
         return None
     # recordings never run at the same time, and what one has given is read before the next one
     # runs: together they take the memory of the widest

@@ -11,11 +11,11 @@ import torch
 from std_core.engine.batch import Batch
 from std_core.engine.prefill import Prefix
 from std_core.model import sparsity
-from std_core.model.cache import Cache
-from std_core.model.checkpoint import Checkpoint, Inputs
-from std_core.model.drafters import drafter_of, second_model, weight_bytes
+from std_core.model.cache import KVCache
+from std_core.model.checkpoint import Checkpoint, ModelInputs
+from std_core.model.drafters import build_drafter, pair_drafter, step_weight_bytes
 from std_core.model.model import Model
-from std_core.model.tensor_parallel import ALONE, join, undividable
+from std_core.model.tensor_parallel import SINGLE_RANK, join_group, unshardable_reason
 from std_core.types import Counters, Draft, Mode, Pace, Request, Result
 
 
@@ -44,7 +44,7 @@ class Engine:
     strict: int = 0
     keep_prefixes: bool = False
     counters: Counters = field(default_factory=Counters)
-    prefixes: tuple[Cache, list[Prefix]] | None = None  # those that are kept
+    prefixes: tuple[KVCache, list[Prefix]] | None = None  # those that are kept
     thresholds: dict[float, dict[str, float]] = field(
         default_factory=dict
     )  # by the share of channels kept
@@ -53,9 +53,9 @@ class Engine:
     )  # made when first asked for
 
     def __post_init__(self) -> None:
-        if self.strict and self.model.ranks.size > 2:
+        if self.strict and self.model.tensor_parallel.size > 2:
             raise ValueError(
-                f"strict is for one or two ranks, not {self.model.ranks.size}: their sums' order varies"
+                f"strict is for one or two ranks, not {self.model.tensor_parallel.size}: their sums' order varies"
             )
 
     @classmethod
@@ -93,11 +93,13 @@ class Engine:
                 "a rank of a tensor-parallel engine has one device: its layers cannot be spread over more"
             )
         checkpoint = Checkpoint.load(path)
-        if why := undividable(checkpoint.config, tensor_parallel_size):
+        if why := unshardable_reason(checkpoint.config, tensor_parallel_size):
             raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}: {why}")
         devices = devices_from(device, pipeline_parallel_size)
         ranks = (
-            join(tensor_parallel_size, rank, address, device) if tensor_parallel_size > 1 else ALONE
+            join_group(tensor_parallel_size, rank, address, device)
+            if tensor_parallel_size > 1
+            else SINGLE_RANK
         )
         model = Model.load(checkpoint, getattr(torch, dtype), *devices, ranks=ranks)
         return cls(model, checkpoint, **settings)  # type: ignore[arg-type]
@@ -114,7 +116,7 @@ class Engine:
         self,
         requests: Iterable[Request | Pace | None],
         draft: Draft | None,
-        prepare: Callable[[Request], Inputs] | None = None,
+        prepare: Callable[[Request], ModelInputs] | None = None,
         mode: Mode = "std",
     ) -> Iterator[Result]:
         """Answers every request once, in the order in which they finish.
@@ -130,8 +132,8 @@ class Engine:
         Raises:
             ValueError: a draft that this model or mode cannot have, or a pace beyond its γ.
         """
-        waiting = self.model.ranks.agreed(iter(requests))
-        yield from Batch(self, draft, prepare or self.checkpoint.inputs, mode).through(waiting)
+        waiting = self.model.tensor_parallel.synchronize_requests(iter(requests))
+        yield from Batch(self, draft, prepare or self.checkpoint.preprocess, mode).through(waiting)
 
     # ------------------------------------------------------------------------------------- drafters
 
@@ -144,13 +146,13 @@ class Engine:
         key = (draft.depth, draft.channels, draft.weights, draft.model)
         if key not in self.drafters:
             base = self._second(draft.model) if draft.model else self.model
-            self.drafters[key] = drafter_of(base, draft, self.thresholds.get(draft.channels, {}))
+            self.drafters[key] = build_drafter(base, draft, self.thresholds.get(draft.channels, {}))
         return self.drafters[key]
 
     def _second(self, path: str) -> Model:
         second = Checkpoint.load(path)
-        second.check_drafts_for(self.checkpoint)
-        return second_model(
+        second.check_can_draft_for(self.checkpoint)
+        return pair_drafter(
             self.model, Model.load(second, self.model.dtype, str(self.model.device))
         )
 
@@ -161,7 +163,7 @@ class Engine:
         return (
             0.0
             if draft.policy == "ngram"
-            else weight_bytes(self.drafter(draft)) / weight_bytes(self.model)
+            else step_weight_bytes(self.drafter(draft)) / step_weight_bytes(self.model)
         )
 
     def uncalibrated(self, draft: Draft | None) -> bool:
@@ -171,7 +173,7 @@ class Engine:
     def calibrate(self, draft: Draft, seen: dict[str, torch.Tensor]) -> None:
         """Settles the thresholds of a share of channels from a sample of the projections'
         inputs."""
-        self.thresholds[draft.channels] = sparsity.thresholds(
+        self.thresholds[draft.channels] = sparsity.calibrate_thresholds(
             self.model.decoder, seen, draft.channels
         )
 

@@ -19,19 +19,16 @@ from std_core.decoding.round import Slots
 from std_core.decoding.select import select
 from std_core.decoding.token_sampling import SamplingState, bend, choose, settle
 from std_core.engine.row import DraftKV, Row
-from std_core.model.cache import ChunkStep, gather_view
-from std_core.model.checkpoint import Inputs
-from std_core.model.drafters import layers_read
-from std_core.model.sparsity import recorded
-from std_core.types import Draft, Request, RequestError, Result
+from std_core.model.cache import PrefillStep, gather_draft_kv
+from std_core.model.checkpoint import ModelInputs
+from std_core.model.drafters import draft_layers
+from std_core.model.sparsity import record_projection_inputs
+from std_core.types import OBSERVATION_WINDOW, Draft, Request, RequestError, Result
 
 if TYPE_CHECKING:
     from std_core.engine.engine import Engine
 
 Pieces = Generator[None, None, Row | Result]
-OBSERVERS = (
-    64  # of a prompt's last tokens, whose attention the policy `snapkv` asks (Crossover §4.1)
-)
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class _Prompt:
     """A request as the model takes it."""
 
     request: Request
-    inputs: Inputs
+    inputs: ModelInputs
     ids: torch.Tensor  # (n,)
     positions: torch.Tensor  # (1 or 3, 1, n)
     next_position: int
@@ -67,7 +64,7 @@ class Prefill:
         engine: Engine,
         slots: Slots,
         draft: Draft | None,
-        prepare: Callable[[Request], Inputs],
+        prepare: Callable[[Request], ModelInputs],
         rows: Sequence[Row | None],
     ):
         self.engine = engine
@@ -79,7 +76,7 @@ class Prefill:
         self.prefixes = self._prefix_store()
         layers = self.model.layers  # entries of layers behind an early exit are not read
         self._layers_read = (
-            layers_read(draft, layers) / layers if draft and slots.view != "second" else 1.0
+            draft_layers(draft, layers) / layers if draft and slots.view != "second" else 1.0
         )
 
     def _prefix_store(self) -> list[Prefix]:
@@ -116,7 +113,7 @@ class Prefill:
         rule = settle(self.model.hf, request.sampling, prompt.ids)
         prefix = -1
         vision_s = 0.0
-        if inputs.cut:
+        if inputs.prefix_length:
             prefix, vision_s = yield from self._prefix(prompt)
         logits, mass = yield from self._suffix(prompt, slot, prefix)
         if not logits.isfinite().all():
@@ -128,7 +125,7 @@ class Prefill:
             rule=rule,
             prefix=prefix,
             prompt=length,
-            visual=len(inputs.visual),
+            visual=len(inputs.visual_positions),
             limit=limit,
             kv_keep=held / length * self._layers_read,
             weight_keep=self.engine.weight_keep(self.draft),
@@ -150,19 +147,19 @@ class Prefill:
             raise RequestError(
                 "context_too_long", f"{len(ids)} tokens of context, the model's window is {window}"
             )
-        if inputs.cut == len(ids):
+        if inputs.prefix_length == len(ids):
             raise RequestError(
                 "invalid_request",
                 "the prompt ends with a visual token: there is no question behind it",
             )
-        return _Prompt(request, inputs, ids, *self.model.place(inputs))
+        return _Prompt(request, inputs, ids, *self.model.position_ids(inputs))
 
     def _make_room(self, prompt: _Prompt, limit: int) -> None:
         """For all that a row may ever write, where rounds make no room of their own."""
         slots = self.slots
         spare = limit + self.slots.ahead
         if slots.ahead:
-            slots.own.reserve(prompt.length - prompt.inputs.cut + spare)
+            slots.own.reserve(prompt.length - prompt.inputs.prefix_length + spare)
             slots.reserve_history(prompt.length + spare)
             if slots.view != "own":
                 slots.draft.reserve(self._held(prompt) + spare)
@@ -170,7 +167,7 @@ class Prefill:
     def _held(self, prompt: _Prompt) -> int:
         """Entries per layer and KV head that a draft's view of a prompt holds."""
         assert self.draft is not None
-        visual = len(prompt.inputs.selectable)
+        visual = len(prompt.inputs.selectable_positions)
         kept = self.draft.budget(visual) if visual and self.draft.policy != "full" else visual
         return prompt.length - visual + kept
 
@@ -181,7 +178,7 @@ class Prefill:
         question has filled it; and the seconds that the vision tower took."""
         inputs = prompt.inputs
         engine = self.engine
-        cut = prompt.inputs.cut
+        cut = prompt.inputs.prefix_length
         key = (prompt.request.video, prompt.request.fps, inputs.ids[0, :cut].tolist())
         for row, known in enumerate(self.prefixes):
             if prompt.request.video and known.key == key:
@@ -193,16 +190,16 @@ class Prefill:
         )  # before the tower works: a cache that grows is there twice, layer by layer
         began = time.perf_counter()
         features = None
-        if len(inputs.visual):
-            features = self.model.see(inputs)
+        if len(inputs.visual_positions):
+            features = self.model.encode_vision(inputs)
             engine.counters.vision_passes += 1
             yield
         seen = time.perf_counter()
         for at in range(0, cut, engine.prefill_chunk):
             end = min(cut, at + engine.prefill_chunk)
             embeds = self.model.embed_part(inputs, features, at, end)
-            self.model.extend(
-                embeds, prompt.positions[..., at:end], ChunkStep(self.slots.prefix, row, at)
+            self.model.prefill_chunk(
+                embeds, prompt.positions[..., at:end], PrefillStep(self.slots.prefix, row, at)
             )
             engine.counters.chunks += 1
             yield
@@ -244,9 +241,9 @@ class Prefill:
         """Logits behind the prompt, and per layer the attention that its last chunk gives what can
         be selected."""
         slots = self.slots
-        cut = prompt.inputs.cut
+        cut = prompt.inputs.prefix_length
         length = prompt.length
-        kv = ChunkStep(slots.own, slot, 0)
+        kv = PrefillStep(slots.own, slot, 0)
         logits = torch.empty(0)
         seen: dict[str, torch.Tensor] = {}
         for at in range(cut, length, self.engine.prefill_chunk):
@@ -254,17 +251,21 @@ class Prefill:
                 yield
             end = min(length, at + self.engine.prefill_chunk)
             slots.own.reserve(end - cut)
-            kv = ChunkStep(slots.own, slot, at - cut)
+            kv = PrefillStep(slots.own, slot, at - cut)
             if cut:
                 kv.prefix = (slots.prefix, prefix, cut)
                 if self.draft is not None and slots.view != "own" and end == length:
-                    kv.visual = prompt.inputs.selectable.to(self.model.device)
-                    kv.observers = OBSERVERS if self.draft.policy == "snapkv" else None
+                    kv.visual = prompt.inputs.selectable_positions.to(self.model.device)
+                    kv.observers = OBSERVATION_WINDOW if self.draft.policy == "snapkv" else None
             # a sample of activations, if the draft's thresholds are not known yet
             uncalibrated = end == length and self.engine.uncalibrated(self.draft)
-            with recorded(self.model.decoder) if uncalibrated else nullcontext(seen) as seen:
+            with (
+                record_projection_inputs(self.model.decoder)
+                if uncalibrated
+                else nullcontext(seen) as seen
+            ):
                 embeds = self.model.embed(prompt.ids[None, at:end])
-                logits = self.model.extend(embeds, prompt.positions[..., at:end], kv)
+                logits = self.model.prefill_chunk(embeds, prompt.positions[..., at:end], kv)
             self.engine.counters.chunks += 1
             slots.length[slot] = (
                 end - cut
@@ -282,12 +283,12 @@ class Prefill:
         head, and where the chosen ones are."""
         if self.draft is None or self.slots.view == "own":
             return 0 if self.draft and self.draft.policy == "ngram" else prompt.length, None
-        cut = prompt.inputs.cut
-        places = prompt.inputs.selectable.to(self.model.device)
+        cut = prompt.inputs.prefix_length
+        places = prompt.inputs.selectable_positions.to(self.model.device)
         text = torch.ones(cut, dtype=torch.bool, device=self.model.device)
         text[places] = False
         always = text.nonzero()[:, 0]
-        total = self.model.ranks.total
+        total = self.model.tensor_parallel.all_reduce
         chosen = (
             select(self.draft, mass, prompt.length, total)
             if cut and self.draft.policy != "full"
@@ -295,7 +296,9 @@ class Prefill:
         )
         if self.slots.view == "second":
             kept = (
-                places[self.model.ranks.first(chosen[0][0].to(places.device))] if chosen else places
+                places[self.model.tensor_parallel.broadcast(chosen[0][0].to(places.device))]
+                if chosen
+                else places
             )
             held = yield from self._second(prompt, slot, torch.cat([always, kept]).sort().values)
             return held, None
@@ -307,7 +310,7 @@ class Prefill:
                 kept = torch.cat([kept, places[chosen[layer].to(places.device)]], dim=1)
             shared = self.slots.prefix.row(layer, max(prefix, 0), cut)
             own = self.slots.own.row(layer, slot, prompt.length - cut)
-            held = gather_view(self.slots.draft, slot, layer, shared, kept=kept, own=own)
+            held = gather_draft_kv(self.slots.draft, slot, layer, shared, kept=kept, own=own)
         self.slots.draft_length[slot] = held
         return held, DraftKV(places, len(always), chosen[0].shape[1] if chosen else 0)
 
@@ -318,16 +321,20 @@ class Prefill:
         second = self.engine.drafter(self.draft)
         inputs = prompt.inputs
         slots = self.slots
-        positions, _ = second.place(inputs)
-        features = second.see(inputs) if len(inputs.visual) else None
+        positions, _ = second.position_ids(inputs)
+        features = second.encode_vision(inputs) if len(inputs.visual_positions) else None
         yield
         ids = prompt.ids[None].to(second.device)
-        embeds = second.embed(ids, inputs.types, features)
-        whole = torch.cat([kept, torch.arange(inputs.cut, prompt.length, device=kept.device)])
+        embeds = second.embed(ids, inputs.token_types, features)
+        whole = torch.cat(
+            [kept, torch.arange(inputs.prefix_length, prompt.length, device=kept.device)]
+        )
         slots.draft.reserve(len(whole))
         for at in range(0, len(whole), self.engine.prefill_chunk):
             part = whole[at : at + self.engine.prefill_chunk]
-            second.extend(embeds[:, part], positions[..., part], ChunkStep(slots.draft, slot, at))
+            second.prefill_chunk(
+                embeds[:, part], positions[..., part], PrefillStep(slots.draft, slot, at)
+            )
             # rounds that run meanwhile feed the token before a row's last again: one place ahead it
             # hits nothing
             slots.draft_length[slot] = at + len(part) + 1

@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 from std_core.decoding.round import Slots
 from std_core.decoding.select import with_sinks
 from std_core.engine.row import Row
-from std_core.model.cache import Look
+from std_core.model.cache import AttentionProbe
 from std_core.types import Draft
 
 
-def look_of(rows: Sequence[Row | None], slots: Slots, width: int) -> Look | None:
+def look_of(rows: Sequence[Row | None], slots: Slots, width: int) -> AttentionProbe | None:
     """What a verification of `width` tokens per row has to gather; None where no row has anything
     to choose from."""
     if not any(row is not None and row.view is not None and row.view.count for row in rows):
@@ -26,12 +26,12 @@ def look_of(rows: Sequence[Row | None], slots: Slots, width: int) -> Look | None
     places = [
         row.view.places if row is not None and row.view is not None else nothing for row in rows
     ]
-    return Look(
+    return AttentionProbe(
         slots.groups.prefix_of_row.clamp(min=0), pad_sequence(places, batch_first=True), width
     )
 
 
-def reselect(draft: Draft, slots: Slots, rows: Sequence[Row | None], look: Look) -> None:
+def reselect(draft: Draft, slots: Slots, rows: Sequence[Row | None], look: AttentionProbe) -> None:
     """Puts the visual entries that matter most by now in the place of those that were chosen
     before, of each row as many as it had."""
     views = [row.view if row is not None else None for row in rows]

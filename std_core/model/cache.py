@@ -22,7 +22,7 @@ from std_core.kernels.shared.constants import SPLIT_SIZE
 from std_core.kernels.shared.segments import PrefixGroups, Segment
 
 
-class Cache:
+class KVCache:
     """(layers) × (rows, KV heads, capacity, head size), keys and values; grows, never shrinks.
     `devices`: of each layer."""
 
@@ -98,17 +98,17 @@ def _longer(store: torch.Tensor, more: int) -> torch.Tensor:
 
 
 @dataclass
-class ChunkStep:
+class PrefillStep:
     """A chunk of one prompt, behind the `at` entries that `row` of `store` has already, and behind
     a prefix if given.
 
     `visual`: places in the prefix of its visual tokens, if the attention that the chunk gives them
     is to be gathered."""
 
-    store: Cache
+    store: KVCache
     row: int
     at: int
-    prefix: tuple[Cache, int, int] | None = None  # store, row, length
+    prefix: tuple[KVCache, int, int] | None = None  # store, row, length
     visual: torch.Tensor | None = None
     observers: int | None = None  # so many of the chunk's last tokens are asked; all if None
     mass: list[torch.Tensor] = field(default_factory=list)  # per layer (KV heads, m_v)
@@ -132,7 +132,7 @@ class ChunkStep:
 
 
 @dataclass
-class Look:
+class AttentionProbe:
     """Gathers where in their prefixes the tokens of a step look, for a selection that is made
     again.
 
@@ -158,20 +158,20 @@ class Look:
 
 
 @dataclass
-class RowsStep:
+class DecodeStep:
     """T tokens of every row behind its `lengths`, and behind its prefix if there is one.
 
     `mirror` is a second store, with lengths of its own, that gets the same entries: a verification
     overwrites what the draft had written with what the full model computed (else a draft that keeps
     everything would drift away from it)."""
 
-    own: Cache
+    own: KVCache
     lengths: torch.Tensor
-    prefix: Cache | None = None
+    prefix: KVCache | None = None
     groups: PrefixGroups | None = None
-    mirror: tuple[Cache, torch.Tensor] | None = None
+    mirror: tuple[KVCache, torch.Tensor] | None = None
     fixed: bool = False
-    look: Look | None = None
+    look: AttentionProbe | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -199,8 +199,8 @@ class RowsStep:
             self.mirror = self.mirror[0], self.mirror[1].to(device)
 
 
-def gather_view(
-    draft: Cache, row: int, layer: int, prefix: Segment, kept: torch.Tensor, own: Segment
+def gather_draft_kv(
+    draft: KVCache, row: int, layer: int, prefix: Segment, kept: torch.Tensor, own: Segment
 ) -> int:
     """Fills a draft's row with the kept entries of a prefix and all of the row's own; returns the
     entries it holds.

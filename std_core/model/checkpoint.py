@@ -16,9 +16,15 @@ import torch
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
 from transformers.video_utils import VideoMetadata
 
-from std_core.cost_model.account import ModelSize
-from std_core.cost_model.memory import TAIL
-from std_core.model.families import FAMILIES, Family, refusal, sees, writer_of
+from std_core.cost_model.memory import TEXT_SUFFIX
+from std_core.cost_model.model_size import ModelSize
+from std_core.model.families import (
+    FAMILIES,
+    Family,
+    generation_class,
+    has_vision_tower,
+    unsupported_reason,
+)
 from std_core.types import Geometry, Request, RequestError
 
 WHOLE = 64 << 20  # bytes; files above it enter a folder's hash by size, first and last MiB
@@ -26,7 +32,7 @@ BYTES = {"float32": 4.0, "bfloat16": 2.0}
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ModelInputs:
     """What the model is fed for one request; batch of 1. Patches: (patches, channels × temporal
     patch × patch²); grids: (videos or images, 3), temporal, height, width in patches.
 
@@ -34,30 +40,38 @@ class Inputs:
     pixels; images (images, crops, 3, height, width) and their sizes before that, (images, 2)."""
 
     ids: torch.Tensor  # (1, n)
-    types: torch.Tensor  # (1, n): 0 text, 1 image, 2 video
+    token_types: torch.Tensor  # (1, n): 0 text, 1 image, 2 video
     video_patches: torch.Tensor | None = None
     video_grid: torch.Tensor | None = None
     image_patches: torch.Tensor | None = None
     image_grid: torch.Tensor | None = None
-    seconds: torch.Tensor | None = (
+    second_per_grid: torch.Tensor | None = (
         None  # (videos,) between two temporal patches, where positions go by time
     )
 
     @property
-    def visual(self) -> torch.Tensor:
+    def visual_positions(self) -> torch.Tensor:
         """(m_v,) places of visual tokens."""
-        return self.types[0].nonzero()[:, 0]
+        return self.token_types[0].nonzero()[:, 0]
 
     @property
-    def cut(self) -> int:
+    def prefix_length(self) -> int:
         """Length of the prefix that other questions can share: up to the last visual token, or all
         but the tail."""
-        return int(self.visual[-1]) + 1 if len(self.visual) else max(0, self.ids.shape[1] - TAIL)
+        return (
+            int(self.visual_positions[-1]) + 1
+            if len(self.visual_positions)
+            else max(0, self.ids.shape[1] - TEXT_SUFFIX)
+        )
 
     @property
-    def selectable(self) -> torch.Tensor:
+    def selectable_positions(self) -> torch.Tensor:
         """Places in the prefix that a draft may leave out."""
-        return self.visual if len(self.visual) else torch.arange(self.cut)
+        return (
+            self.visual_positions
+            if len(self.visual_positions)
+            else torch.arange(self.prefix_length)
+        )
 
 
 class Checkpoint:
@@ -83,12 +97,14 @@ class Checkpoint:
     @classmethod
     def load(cls, path: str) -> Checkpoint:
         """Raises ValueError, in one sentence, where nothing that can be driven is found."""
-        source = source_of(path)
+        source = pretrained_source(path)
         try:
             config = AutoConfig.from_pretrained(**source)
-            if why := refusal(config, writer_of(config)):
+            if why := unsupported_reason(config, generation_class(config)):
                 raise ValueError(f"it is a {config.model_type}, which {why}")
-            processor = (AutoProcessor if sees(config) else AutoTokenizer).from_pretrained(**source)
+            processor = (
+                AutoProcessor if has_vision_tower(config) else AutoTokenizer
+            ).from_pretrained(**source)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ValueError(
                 f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}"
@@ -99,34 +115,34 @@ class Checkpoint:
             config,
             processor,
             source,
-            folder_hash(path) if local else str(config._commit_hash),
+            checkpoint_hash(path) if local else str(config._commit_hash),
         )
-        if sees(config) and not found.takes_video:
+        if has_vision_tower(config) and not found.supports_video:
             raise ValueError(
                 f"model {path!r} is a {config.model_type}, whose processor takes no video"
             )
-        if found.takes_video and not found.templated:
+        if found.supports_video and not found.has_chat_template:
             raise ValueError(
                 f"model {path!r} has no chat template, which says where in a prompt a video stands"
             )
         return found
 
-    def check_drafts_for(self, other: Checkpoint) -> None:
+    def check_can_draft_for(self, other: Checkpoint) -> None:
         """Raises ValueError where this model cannot be the draft of another: it reads other tokens
         or cuts frames differently."""
         if self.tokenizer.get_vocab() != other.tokenizer.get_vocab():
             raise ValueError(
                 f"model {self.path!r} cannot draft for {other.path!r}: their tokenizers differ"
             )
-        if self.takes_video != other.takes_video or (
-            self.takes_video and self.geometry != other.geometry
+        if self.supports_video != other.supports_video or (
+            self.supports_video and self.geometry != other.geometry
         ):
             raise ValueError(
                 f"model {self.path!r} cannot draft for {other.path!r}: they cut frames differently"
             )
 
     @property
-    def takes_video(self) -> bool:
+    def supports_video(self) -> bool:
         """Whether a request may show anything; there is a `geometry` only then."""
         return hasattr(self.processor, "video_processor")
 
@@ -145,7 +161,7 @@ class Checkpoint:
         return int(self.config.get_text_config().max_position_embeddings)
 
     @property
-    def draws(self) -> bool:
+    def samples_by_default(self) -> bool:
         """Whether texts are drawn, not greedy, where a request does not say."""
         try:
             return bool(
@@ -156,26 +172,26 @@ class Checkpoint:
         except OSError:  # it has no such configuration
             return False
 
-    def account(self, dtype: str) -> ModelSize:
+    def model_size(self, dtype: str) -> ModelSize:
         """Sizes of the whole model, with weights and cache in a precision."""
-        return whole_account(self.config, BYTES[dtype], BYTES[dtype])
+        return full_model_size(self.config, BYTES[dtype], BYTES[dtype])
 
     def render(self, prompt: str, videos: int = 1, images: int = 0) -> str:
         """The chat template around a prompt with its videos, then its images, before it; without a
         template the prompt as it is."""
-        if not self.templated:
+        if not self.has_chat_template:
             return prompt
         shown = [{"type": "video"}] * videos + [{"type": "image"}] * images
-        content = [*shown, {"type": "text", "text": prompt}] if self.takes_video else prompt
+        content = [*shown, {"type": "text", "text": prompt}] if self.supports_video else prompt
         return self.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
 
     @property
-    def templated(self) -> bool:
+    def has_chat_template(self) -> bool:
         return bool(self.processor.chat_template)
 
-    def prompt_tokens(
+    def count_prompt_tokens(
         self, prompt: str, frames: int = 2, fps: float = 2.0, times: tuple[float, ...] = ()
     ) -> int:
         """Tokens of the rendered prompt, the visual ones of its one video not counted.
@@ -183,13 +199,13 @@ class Checkpoint:
         Args: frames, fps, times: of the video's sample, for models whose prompt tells the time of
             each frame.
         """
-        if self.takes_video and self.family.timed:
+        if self.supports_video and self.family.timed:
             return self._timed_tokens(prompt, frames, fps, times)
         return self._plain_tokens(prompt)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - one object per process, prompts repeat
     def _plain_tokens(self, prompt: str) -> int:
-        visual = int(self.takes_video)  # the placeholder of the video
+        visual = int(self.supports_video)  # the placeholder of the video
         return len(self._ids(self.render(prompt, visual))) - visual
 
     def _timed_tokens(self, prompt: str, frames: int, fps: float, times: tuple[float, ...]) -> int:
@@ -210,11 +226,11 @@ class Checkpoint:
         """As `apply_chat_template` has it: a text's special tokens come from the template, where
         there is one. A Video-LLM's processor, which is never asked to leave them out, adds what its
         tokenizer adds."""
-        return self.tokenizer(rendered, add_special_tokens=self.takes_video or not self.templated)[
-            "input_ids"
-        ]
+        return self.tokenizer(
+            rendered, add_special_tokens=self.supports_video or not self.has_chat_template
+        )["input_ids"]
 
-    def inputs(self, request: Request) -> Inputs:
+    def preprocess(self, request: Request) -> ModelInputs:
         """Ids and patches of a request.
 
         Raises: RequestError: `invalid_request` where the processor does not take it (a prompt that
@@ -225,7 +241,7 @@ class Checkpoint:
         videos = (*([] if request.frames is None else [request.frames]), *request.videos)
         if not videos and not request.images:
             return self._text_inputs(request.prompt)
-        if not self.takes_video:
+        if not self.supports_video:
             raise RequestError(
                 "invalid_request", f"a {self.config.model_type} takes no video and no image"
             )
@@ -256,14 +272,14 @@ class Checkpoint:
             ) from error
         return _checked(_collected(out), bool(request.images), bool(videos))
 
-    def _text_inputs(self, prompt: str) -> Inputs:
+    def _text_inputs(self, prompt: str) -> ModelInputs:
         ids = torch.tensor([self._ids(self.render(prompt, 0))], dtype=torch.long)
         if not ids.numel():
             raise RequestError("invalid_request", "the prompt has no tokens")
         types = torch.zeros_like(ids)
-        if self.takes_video:
+        if self.supports_video:
             types = torch.tensor(self.processor.create_mm_token_type_ids(ids))
-        return _checked(Inputs(ids, types), images=False, videos=False)
+        return _checked(ModelInputs(ids, types), images=False, videos=False)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -277,7 +293,7 @@ def _sampled(frames: int, fps: float, times: tuple[float, ...] = ()) -> VideoMet
     )
 
 
-def _collected(out: Any) -> Inputs:
+def _collected(out: Any) -> ModelInputs:
     """A processor's output; what it gives as lists has parts that may differ in size."""
     videos, video_grid, seconds = (
         out.get(k) for k in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
@@ -287,21 +303,21 @@ def _collected(out: Any) -> Inputs:
     if isinstance(videos, list):
         video_grid = [[len(v), *v.shape[2:]] for v in videos]
         videos = torch.cat(videos)
-    return Inputs(
+    return ModelInputs(
         torch.tensor(out["input_ids"]),
-        types=torch.tensor(out["mm_token_type_ids"]),
+        token_types=torch.tensor(out["mm_token_type_ids"]),
         video_patches=videos,
         video_grid=None if video_grid is None else torch.as_tensor(video_grid),
         image_patches=torch.stack(images) if isinstance(images, list) else images,
         image_grid=None if image_grid is None else torch.as_tensor(image_grid),
-        seconds=None if seconds is None else torch.tensor(seconds),
+        second_per_grid=None if seconds is None else torch.tensor(seconds),
     )
 
 
-def _checked(inputs: Inputs, images: bool, videos: bool) -> Inputs:
+def _checked(inputs: ModelInputs, images: bool, videos: bool) -> ModelInputs:
     """Raises RequestError where a prompt holds a placeholder for what the request doesn't show."""
     for kind, name, shown in ((1, "image", images), (2, "video", videos)):
-        if not shown and bool((inputs.types == kind).any()):
+        if not shown and bool((inputs.token_types == kind).any()):
             raise RequestError(
                 "invalid_request",
                 f"the prompt holds the model's placeholder for {name}s, and no {name} is shown",
@@ -309,10 +325,10 @@ def _checked(inputs: Inputs, images: bool, videos: bool) -> Inputs:
     return inputs
 
 
-def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> ModelSize:
+def full_model_size(config: Any, weight_bytes: float, kv_bytes: float) -> ModelSize:
     """An account with the sizes of the whole model, which is built without storage."""
     with torch.device("meta"):
-        writer: Callable[[Any], Any] = writer_of(config)  # type: ignore[assignment]
+        writer: Callable[[Any], Any] = generation_class(config)  # type: ignore[assignment]
         hf = writer(config)
     text = {
         id(p) for part in (hf.get_decoder(), hf.get_output_embeddings()) for p in part.parameters()
@@ -328,7 +344,7 @@ def whole_account(config: Any, weight_bytes: float, kv_bytes: float) -> ModelSiz
     )
 
 
-def source_of(path: str) -> dict[str, Any]:
+def pretrained_source(path: str) -> dict[str, Any]:
     """What `from_pretrained` needs to find a checkpoint: a folder or hub id, or a folder and the
     file in it."""
     if not path.endswith(".gguf"):
@@ -339,7 +355,7 @@ def source_of(path: str) -> dict[str, Any]:
     }
 
 
-def folder_hash(path: str) -> str:
+def checkpoint_hash(path: str) -> str:
     """Identity of a local checkpoint: its files' names and contents (of very large files the size
     and both ends). A single file counts as a folder that holds nothing else."""
     digest = hashlib.sha256()

@@ -17,12 +17,12 @@ from std_core.kernels.cpu import loader
 from std_core.kernels.linear import linear, rms_norm, swiglu
 
 
-class FastLinear(nn.Linear):
+class CpuLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
 
-class FastNorm(nn.Module):
+class CpuRMSNorm(nn.Module):
     def __init__(self, norm: Any):
         super().__init__()
         self.weight = norm.weight
@@ -32,7 +32,7 @@ class FastNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class FastMLP(nn.Module):
+class CpuGatedMLP(nn.Module):
     """silu(gate) · up → down; as the model has it where a drafter has put something else in a
     projection's place."""
 
@@ -46,19 +46,19 @@ class FastMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both = self.gate_proj, self.up_proj
         if all(
-            isinstance(m, FastLinear) and not m._forward_pre_hooks for m in both
+            isinstance(m, CpuLinear) and not m._forward_pre_hooks for m in both
         ):  # hooks: a sample being taken
             return self.down_proj(swiglu(x, self.gate_proj.weight, self.up_proj.weight))
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def second_tree(module: nn.Module) -> Any:
+def clone_sharing_parameters(module: nn.Module) -> Any:
     """Other module objects over the same parameters and buffers."""
     shared = {id(t): t for t in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, shared)
 
 
-def fast(module: nn.Module) -> Any:
+def use_cpu_kernels(module: nn.Module) -> Any:
     """The module as other objects over the same parameters, with what our kernels serve in place.
 
     Only what is known to compute the same is exchanged: plain linear layers, RMS norms without an
@@ -69,15 +69,15 @@ def fast(module: nn.Module) -> Any:
         hasattr(m, "_hf_hook") for m in module.modules()
     ):
         return module  # accelerate's hooks move layers' inputs between devices
-    tree = second_tree(module)
+    tree = clone_sharing_parameters(module)
     for part in list(tree.modules()):
         if type(part) is nn.Linear:
-            part.__class__ = FastLinear
+            part.__class__ = CpuLinear
         for name, child in list(part.named_children()):
             if type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
-                setattr(part, name, FastNorm(child))
+                setattr(part, name, CpuRMSNorm(child))
             elif _gated(child):
-                setattr(part, name, FastMLP(child))
+                setattr(part, name, CpuGatedMLP(child))
     return tree
 
 

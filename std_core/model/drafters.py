@@ -17,15 +17,15 @@ from torch import nn
 
 from std_core.kernels.low_bit import can_pack, low_bit_linear, pack_weight
 from std_core.kernels.sparse_linear import kernel_layout, skips_channels, sparse_linear, sparsify
-from std_core.model.cpu_modules import second_tree
+from std_core.model.cpu_modules import clone_sharing_parameters
 from std_core.model.model import Model
-from std_core.model.tensor_parallel import First, Gathered
+from std_core.model.tensor_parallel import BroadcastHead, VocabParallelHead
 from std_core.types import Draft
 
 BITS = {"int8": 8, "int4": 4}
 
 
-def drafter_of(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> Model:
+def build_drafter(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> Model:
     """The model as a draft computes with it.
 
     Args:
@@ -34,9 +34,9 @@ def drafter_of(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> M
     if not draft.cheaper:
         return model
     cheap = copy.copy(model)
-    cheap.decoder = second_tree(model.decoder)
+    cheap.decoder = clone_sharing_parameters(model.decoder)
     if draft.depth < 1:
-        _exit_early(cheap, layers_read(draft, model.layers))
+        _exit_early(cheap, draft_layers(draft, model.layers))
     for name, linear in list(projections(cheap.decoder)):
         _put(cheap.decoder, name, _cheaper(linear, draft, thresholds.get(name)))
     if (
@@ -46,18 +46,18 @@ def drafter_of(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> M
     return cheap
 
 
-def layers_read(draft: Draft, layers: int) -> int:
+def draft_layers(draft: Draft, layers: int) -> int:
     """Of a model's layers those that a draft runs through."""
     return max(1, round(draft.depth * layers))
 
 
-def second_model(model: Model, partner: Model) -> Model:
+def pair_drafter(model: Model, partner: Model) -> Model:
     """A smaller model as the draft of another: its logits over the other's vocabulary (large models
     of a family pad theirs further)."""
     draft = copy.copy(partner)
-    draft.head = _Fitted(partner.head, model.vocabulary)
-    if model.ranks.size > 1:
-        draft.head = First(draft.head, model.ranks)
+    draft.head = _Fitted(partner.head, model.vocab_size)
+    if model.tensor_parallel.size > 1:
+        draft.head = BroadcastHead(draft.head, model.tensor_parallel)
     return draft
 
 
@@ -70,7 +70,7 @@ def projections(decoder: Any) -> Iterator[tuple[str, nn.Linear]]:
     )
 
 
-def weight_bytes(drafter: Model) -> int:
+def step_weight_bytes(drafter: Model) -> int:
     """Bytes of weights that one draft step reads for a single row: projections and head."""
     leaves = [
         m
@@ -86,7 +86,7 @@ def _bytes(module: Any) -> int:
         return round(_bytes(module.inner) * module.keep)
     if isinstance(module, LowBitLinear):
         return module.packed.nbytes
-    if isinstance(module, (_Fitted, First, Gathered)):
+    if isinstance(module, (_Fitted, BroadcastHead, VocabParallelHead)):
         return _bytes(module.inner)
     return module.weight.numel() * module.weight.element_size()
 
@@ -154,8 +154,8 @@ def _low_bit(linear: nn.Linear, bits: int) -> nn.Module:
 
 
 def _low_bit_head(head: Any) -> nn.Module:
-    if isinstance(head, Gathered):
-        return Gathered(_low_bit_head(head.inner), head.out_features, head.ranks)
+    if isinstance(head, VocabParallelHead):
+        return VocabParallelHead(_low_bit_head(head.inner), head.out_features, head.ranks)
     return _low_bit(head, 8)
 
 

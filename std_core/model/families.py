@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from std_core.cost_model.memory import SEEN
+from std_core.cost_model.memory import VISION_CHUNK
 from std_core.types import Geometry
 
 
@@ -21,7 +21,7 @@ class Family:
 
     Args: geometry: from its processor. look: (model, kind, patches, grid) to (tokens, hidden ×
         levels), kind 1 for images and 2 for videos, a piece of
-            at most `SEEN` tokens of a video at a time. Levels above the first are what DeepStack
+            at most `VISION_CHUNK` tokens of a video at a time. Levels above the first are what DeepStack
             adds behind the first layers.
         resizes: its processor brings frames and images to size by itself; else they come in the
             size of the plan.
@@ -34,18 +34,22 @@ class Family:
     timed: bool = False
 
 
-def sees(config: Any) -> bool:
+def has_vision_tower(config: Any) -> bool:
     """Whether a model of this configuration has a vision tower; else it reads text alone."""
     return hasattr(config, "vision_config")
 
 
-def writer_of(config: Any) -> Any | None:
+def generation_class(config: Any) -> Any | None:
     """The transformers class that writes text with such a configuration; None if there is none."""
-    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    mapping = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if has_vision_tower(config)
+        else MODEL_FOR_CAUSAL_LM_MAPPING
+    )
     return mapping.get(type(config), None)  # the mapping's `get` asks for a default
 
 
-def refusal(config: Any, writer: Any | None) -> str | None:
+def unsupported_reason(config: Any, writer: Any | None) -> str | None:
     """Why a model of this configuration and class cannot be driven, as the end of a sentence; None
     if it can, as far as a configuration tells."""
     text = config.get_text_config()
@@ -54,18 +58,18 @@ def refusal(config: Any, writer: Any | None) -> str | None:
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         return f"has layers of {', '.join(sorted(kinds - {'full_attention'}))}; all must be of full_attention"
-    if not hasattr(text, "layer_types") and (window := windowed(text)):
+    if not hasattr(text, "layer_types") and (window := sliding_window_of(text)):
         return f"attends through a sliding window of {window} tokens; all layers must be of full attention"
     if not getattr(text, "is_decoder", True):
         return "reads in both directions; a token must see only what lies before it"
     if not writer._supports_attention_backend:
         return "has an attention of its own, which cannot be driven"
-    if sees(config) and config.model_type not in FAMILIES:
+    if has_vision_tower(config) and config.model_type not in FAMILIES:
         return f"is none of the Video-LLMs whose frames can be fed: {', '.join(FAMILIES)}"
     return None
 
 
-def windowed(text: Any) -> int | None:
+def sliding_window_of(text: Any) -> int | None:
     """The sliding window, in tokens, of a text configuration; None where it cuts nothing off."""
     window = getattr(text, "sliding_window", None)
     return window if window and window < text.max_position_embeddings else None
@@ -157,7 +161,7 @@ def _frames(
     at = 0
     for times, height, width in grid.tolist():
         size = height * width
-        most = max(1, SEEN * merge**2 // size)
+        most = max(1, VISION_CHUNK * merge**2 // size)
         for begin in range(0, times, most):
             count = min(most, times - begin)
             yield patches[at : at + count * size], torch.tensor([[count, height, width]])
@@ -183,7 +187,7 @@ def _look_llava(
 
 def _frames_at_once(hf: Any) -> int:
     vision = hf.config.vision_config
-    return max(1, SEEN // math.ceil(vision.image_size // vision.patch_size / 2) ** 2)
+    return max(1, VISION_CHUNK // math.ceil(vision.image_size // vision.patch_size / 2) ** 2)
 
 
 def _on(hf: Any, patches: torch.Tensor) -> torch.Tensor:

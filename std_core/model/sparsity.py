@@ -17,20 +17,22 @@ from torch import nn
 from std_core.kernels.sparse_linear import sparsify
 from std_core.model.drafters import projections
 
-SAMPLE = 256  # rows kept of each projection's inputs
+SAMPLE_ROWS = 256  # rows kept of each projection's inputs
 STEP = 0.05  # of a projection's channels that are given up in a turn
 
 
 @contextmanager
-def recorded(decoder: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Inputs of all projections, (rows, in), while the block runs: the newest `SAMPLE` of them."""
+def record_projection_inputs(decoder: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Inputs of all projections, (rows, in), while the block runs: the newest `SAMPLE_ROWS` of them."""
     seen: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             rows = args[0].flatten(0, -2)
             seen[name] = (
-                torch.cat([seen[name], rows])[-SAMPLE:] if name in seen else rows[-SAMPLE:].clone()
+                torch.cat([seen[name], rows])[-SAMPLE_ROWS:]
+                if name in seen
+                else rows[-SAMPLE_ROWS:].clone()
             )
 
         return hook
@@ -44,7 +46,7 @@ def recorded(decoder: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def thresholds(
+def calibrate_thresholds(
     decoder: nn.Module, seen: Mapping[str, torch.Tensor], keep: float
 ) -> dict[str, float]:
     """By a projection's name the magnitude above which its input channels count, so that a share

@@ -42,27 +42,29 @@ PLAN = {  # of a family that transformers has no plan for
 
 
 @dataclass(frozen=True)
-class Ranks:
+class TensorParallelGroup:
     """The processes that share a model, and which of them this is."""
 
     size: int = 1
     rank: int = 0
 
-    def total(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """What all ranks have, summed."""
         if self.size > 1:
             x = x.contiguous()
             dist.all_reduce(x)
         return x
 
-    def first(self, x: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """What rank 0 has, in place of this rank's own, which must be of the same shape."""
         if self.size > 1:
             x = x.contiguous()
             dist.broadcast(x, 0)
         return x
 
-    def agreed(self, waiting: Iterator[Request | Pace | None]) -> Iterator[Request | Pace | None]:
+    def synchronize_requests(
+        self, waiting: Iterator[Request | Pace | None]
+    ) -> Iterator[Request | Pace | None]:
         """The stream as rank 0 has it: when a request comes, with which pace, when none is there
         yet, and when the stream ends. The other ranks take the same requests, by their ids, from
         streams of their own.
@@ -74,13 +76,13 @@ class Ranks:
             yield from waiting
             return
         early: list[Request] = []
-        while (told := self._told(waiting)) is not _END:
+        while (told := self._next_of_rank_0(waiting)) is not _END:
             if isinstance(told, str):
                 yield _find(told, waiting, early)
             else:
                 yield told
 
-    def _told(self, waiting: Iterator[Request | Pace | None]) -> Any:
+    def _next_of_rank_0(self, waiting: Iterator[Request | Pace | None]) -> Any:
         """Rank 0's next: a request (to the others its id), a pace, None, or `_END`."""
         offered = next(waiting, _END) if self.rank == 0 else None
         box = [offered.request_id if isinstance(offered, Request) else offered]
@@ -89,7 +91,7 @@ class Ranks:
 
 
 _END = False  # of a stream; a singleton, since it travels
-ALONE = Ranks()
+SINGLE_RANK = TensorParallelGroup()
 
 
 def _find(name: str, waiting: Iterator[Request | Pace | None], early: list[Request]) -> Request:
@@ -107,7 +109,7 @@ def _find(name: str, waiting: Iterator[Request | Pace | None], early: list[Reque
             time.sleep(IDLE)
 
 
-def join(size: int, rank: int, address: str, device: str) -> Ranks:
+def join_group(size: int, rank: int, address: str, device: str) -> TensorParallelGroup:
     """Waits until all ranks are there.
 
     Args: address: where rank 0 listens, `tcp://host:port`; not looked at where torch's default
@@ -132,13 +134,13 @@ def join(size: int, rank: int, address: str, device: str) -> Ranks:
         raise ValueError(
             f"tensor_parallel_size is {size}, but {dist.get_world_size()} processes are in torch's group"
         )
-    return Ranks(size, dist.get_rank())
+    return TensorParallelGroup(size, dist.get_rank())
 
 
 # ---------------------------------------------------------------------------------- what is divided
 
 
-def undividable(config: Any, size: int) -> str | None:
+def unshardable_reason(config: Any, size: int) -> str | None:
     """Why a model of this configuration cannot be shared by so many ranks, as a sentence; None if
     it can."""
     text = config.get_text_config()
@@ -152,7 +154,7 @@ def undividable(config: Any, size: int) -> str | None:
     return f"the model's {' and '.join(odd)} cannot be divided by {size}" if odd else None
 
 
-def division(writer: Any, config: Any, ranks: Ranks) -> dict[str, Any]:
+def sharding_kwargs(writer: Any, config: Any, ranks: TensorParallelGroup) -> dict[str, Any]:
     """What `from_pretrained` is called with, besides the rest, so that a rank reads its share."""
     if ranks.size == 1:
         return {}
@@ -182,7 +184,7 @@ def _tied(hf: Any) -> bool:
     return hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
 
 
-def localized(hf: Any, device: str, ranks: Ranks) -> Any:
+def localize_shards(hf: Any, device: str, ranks: TensorParallelGroup) -> Any:
     """A model as transformers has divided it, with plain tensors for its weights and modules that
     do what has to be done between ranks.
 
@@ -202,15 +204,15 @@ def localized(hf: Any, device: str, ranks: Ranks) -> Any:
             setattr(module, key, nn.Parameter(whole.to(device), requires_grad=False))
         module.out_features, module.in_features = module.weight.shape
         if placed.dim == 1:
-            _put(hf, name, Summed(module))
+            _put(hf, name, RowParallelLinear(module))
     hf.to(device)
     hf.set_output_embeddings(
-        Gathered(_head_of(hf, ranks), hf.get_input_embeddings().num_embeddings, ranks.size)
+        VocabParallelHead(_head_of(hf, ranks), hf.get_input_embeddings().num_embeddings, ranks.size)
     )
     return hf
 
 
-def _head_of(hf: Any, ranks: Ranks) -> nn.Linear:
+def _head_of(hf: Any, ranks: TensorParallelGroup) -> nn.Linear:
     """This rank's part of the head: its own rows of the embedding, in place, if the two are
     tied."""
     head = hf.get_output_embeddings()
@@ -229,7 +231,7 @@ def _put(hf: nn.Module, name: str, module: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------ modules
 
 
-class Summed(nn.Module):
+class RowParallelLinear(nn.Module):
     """A projection whose input channels are divided: the ranks' products are summed, and the bias
     comes once."""
 
@@ -245,7 +247,7 @@ class Summed(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class Gathered(nn.Module):
+class VocabParallelHead(nn.Module):
     """A head whose tokens are divided: all ranks get the logits of all, the same bits each, and so
     choose alike."""
 
@@ -264,15 +266,15 @@ class Gathered(nn.Module):
         return torch.cat(parts, dim=-1)[..., : self.out_features]
 
 
-class First(nn.Module):
+class BroadcastHead(nn.Module):
     """A head of a model that every rank has whole: the logits are rank 0's, so that all choose
     alike."""
 
-    def __init__(self, inner: Any, ranks: Ranks):
+    def __init__(self, inner: Any, ranks: TensorParallelGroup):
         super().__init__()
         self.inner = inner
         self.out_features = inner.out_features
         self.ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ranks.first(self.inner(x))
+        return self.ranks.broadcast(self.inner(x))

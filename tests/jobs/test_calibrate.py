@@ -15,8 +15,8 @@ from pipeline.job import main
 from pipeline.plan.profile_file import read_profile
 from pipeline.records import UsageError
 from pipeline.video import frames
-from std_core.cost_model.device_specs import NAMED
-from std_core.cost_model.profile import KINDS, VERSION
+from std_core.cost_model.device_specs import QUOTED_DEVICES
+from std_core.cost_model.profile import PROFILE_VERSION, PROMPT_KINDS
 
 SMALL = [
     "--contexts",
@@ -72,21 +72,22 @@ def test_a_profile_holds_every_draft_and_cost(calibrated: Path) -> None:
         kinds = [
             (context, kind, drawn)
             for context in (0, 1)
-            for kind in KINDS
+            for kind in PROMPT_KINDS
             for drawn in (False, True)
         ]
-        assert [(int(a.context > 250), a.kind, a.drawn) for a in tried.acceptance] == kinds
+        assert [(int(a.context > 250), a.kind, a.sampled) for a in tried.acceptance] == kinds
         assert all(
-            0 < len(a.accepted) <= tried.draft.gamma and a.refused[0] >= 0 for a in tried.acceptance
+            0 < len(a.accepted) <= tried.draft.gamma and a.rejected[0] >= 0
+            for a in tried.acceptance
         )
-        assert tried.cost.seconds(1e-4, 1, 100) > 0
+        assert tried.latency.seconds(1e-4, 1, 100) > 0
     assert (
-        profile.full.seconds(1e-4, 8, 1000) > 0
+        profile.latency.seconds(1e-4, 8, 1000) > 0
         and profile.prefill_s(100) > 0
-        and profile.vision > 0
+        and profile.vision_s_per_token > 0
     )
-    assert {rows for _, rows, _ in profile.union} == {1, 2, 4, 8}
-    assert profile.spread[0] <= 1 <= profile.spread[1] and profile.noise >= 0
+    assert {u.rows for u in profile.union_fractions} == {1, 2, 4, 8}
+    assert profile.spread.low <= 1 <= profile.spread.high and profile.sampling_s_per_token >= 0
 
 
 def test_a_plan_weighs_the_drafts_of_a_profile(
@@ -118,8 +119,8 @@ def test_a_plan_weighs_the_drafts_of_a_profile(
     )
     low, expected, high = found["engine_hours"]
     assert low <= expected <= high and len(found["cost"]) == 3
-    assert set(found["engine_hours_elsewhere"]) == set(NAMED)
-    assert "s/request" in text and all(name in text for name in NAMED)
+    assert set(found["engine_hours_elsewhere"]) == set(QUOTED_DEVICES)
+    assert "s/request" in text and all(name in text for name in QUOTED_DEVICES)
 
 
 def test_a_named_draft_is_planned_with(
@@ -152,7 +153,7 @@ def test_without_a_profile_the_plan_says_so(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda p: p | {"version": VERSION + 1}, f"version {VERSION + 1}"),
+        (lambda p: p | {"version": PROFILE_VERSION + 1}, f"version {PROFILE_VERSION + 1}"),
         (lambda p: p | {"model": "another"}, "of model another"),
         (lambda p: p | {"dtype": "bfloat16"}, "of bfloat16, not float32"),
         (lambda p: p | {"device": p["device"] | {"name": "Z80"}}, "of Z80"),

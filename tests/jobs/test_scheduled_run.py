@@ -13,8 +13,15 @@ from pipeline.intake.survey_process import InProcessSurvey
 from pipeline.job import run_job
 from pipeline.plan.profile_file import write_profile
 from pipeline.records import UsageError
-from std_core.cost_model.device_specs import device_at_hand
-from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Profile
+from std_core.cost_model.acceptance import AcceptanceCounts
+from std_core.cost_model.device_specs import local_device
+from std_core.cost_model.profile import (
+    CalibratedDraft,
+    DraftSetupLatency,
+    LatencyModel,
+    PrefillLatency,
+    Profile,
+)
 from std_core.model.checkpoint import Checkpoint
 from std_core.types import Draft
 
@@ -57,15 +64,26 @@ def profile_with_a_crossing(model: Path, context: float, device: str = "") -> Pr
     """A dense step takes its bytes' time, a draft step as long whatever the context: from `context`
     tokens on that pays for texts of six tokens, of which the prefill writes one."""
     checkpoint = Checkpoint.load(str(model))
-    account = checkpoint.account("float32")
-    here = device_at_hand("cpu")
+    model_size = checkpoint.model_size("float32")
+    here = local_device("cpu")
     there = type(here)(device or here.name, "cpu", BANDWIDTH, here.memory, here.flops)
-    dense = account.step_bytes([context]) / BANDWIDTH
+    dense = model_size.step_bytes([context]) / BANDWIDTH
     std = CalibratedDraft(
-        Draft("std"), Cost(0.0, dense / 1.53), (0.0, 0.0), (Accepted(200, "caption", (90,), (10,)),)
+        Draft("std"),
+        LatencyModel(0.0, dense / 1.53),
+        DraftSetupLatency(),
+        (AcceptanceCounts(200, "caption", (90,), (10,)),),
     )
-    costs = Cost(1.0), (0.0, 1e-4, 0.0), 1e-4
-    return Profile(there, checkpoint.revision, "float32", account, *costs, (std,))
+    return Profile(
+        there,
+        model=checkpoint.revision,
+        dtype="float32",
+        model_size=model_size,
+        latency=LatencyModel(1.0),
+        prefill=PrefillLatency(0.0, 1e-4, 0.0),
+        vision_s_per_token=1e-4,
+        drafts=(std,),
+    )
 
 
 def test_long_contexts_draft_and_short_ones_do_not_and_texts_are_the_same(

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, Llam
 
 from std_core.kernels.cpu import loader
 from std_core.kernels.linear import linear, rms_norm, swiglu
-from std_core.model.cpu_modules import FastLinear, FastMLP, FastNorm, fast
+from std_core.model.cpu_modules import CpuGatedMLP, CpuLinear, CpuRMSNorm, use_cpu_kernels
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 SIZES = st.integers(1, 90).map(lambda n: 2 * n)
@@ -86,10 +86,10 @@ def test_fast_modules_share_the_models_parameters_and_results() -> None:
     config = LlamaConfig(hidden_size=64, intermediate_size=96)
     torch.manual_seed(0)
     tree = nn.Sequential(LlamaRMSNorm(64), LlamaMLP(config), nn.Linear(64, 30))
-    other = fast(tree)
+    other = use_cpu_kernels(tree)
     if other is tree:
         pytest.skip("no compiler, or the CPU lacks the instructions")
-    assert [type(m) for m in other] == [FastNorm, FastMLP, FastLinear] and type(
+    assert [type(m) for m in other] == [CpuRMSNorm, CpuGatedMLP, CpuLinear] and type(
         tree[2]
     ) is nn.Linear
     assert {id(p) for p in other.parameters()} == {id(p) for p in tree.parameters()}
@@ -109,6 +109,6 @@ def test_pytorch_is_used_without_a_compiler(
     with mock.patch.object(loader, "_kernels", loader._kernels.__wrapped__):
         assert not loader.supports("linear", torch.empty(1))
         tree = nn.Sequential(nn.Linear(4, 4))
-        assert fast(tree) is tree
+        assert use_cpu_kernels(tree) is tree
     if "AVX512" in torch.backends.cpu.get_cpu_capability():
         assert "PyTorch's operations are used" in caplog.text

@@ -41,5 +41,5 @@ def requests() -> list[Request]:
 def generate() -> Callable[[Engine, Request], list[int]]:
     """Hugging Face's own greedy `generate`, one request at a time: the oracle."""
     return lambda engine, request: reference.generate(
-        engine.model, engine.checkpoint.inputs(request), request.sampling
+        engine.model, engine.checkpoint.preprocess(request), request.sampling
     )

@@ -18,7 +18,7 @@ from std_core.model.drafters import projections
 from std_core.types import Draft, Sampling
 
 SEQUENCES = 8
-STEPS = sparsity.SAMPLE // SEQUENCES
+STEPS = sparsity.SAMPLE_ROWS // SEQUENCES
 DRAWS = 64  # batches that are put together of the recorded steps
 Activations = dict[str, torch.Tensor]  # by a projection's name, (steps, sequences, in)
 
@@ -32,7 +32,7 @@ def at_decode(engine: Engine, asked: Subject) -> Activations:
         STEPS + 1, min_tokens=STEPS + 1, temperature=0.0
     )  # all end at once, no slot is idle before
     alone = replace(engine, max_num_seqs=SEQUENCES, prefixes=None, keep_prefixes=False)
-    with sparsity.recorded(engine.model.decoder) as seen:
+    with sparsity.record_projection_inputs(engine.model.decoder) as seen:
         for result in alone.run(
             [replace(r, sampling=sampling) for r in asked.requests], None, asked.prepare
         ):
@@ -43,7 +43,7 @@ def at_decode(engine: Engine, asked: Subject) -> Activations:
 
 def calibrated(engine: Engine, seen: Activations, keep: float) -> dict[str, float]:
     """Thresholds by a sample of decode steps."""
-    return sparsity.thresholds(
+    return sparsity.calibrate_thresholds(
         engine.model.decoder, {name: x.flatten(0, 1) for name, x in seen.items()}, keep
     )
 

@@ -22,8 +22,8 @@ from pipeline.config import model_path
 from pipeline.records import UsageError
 from std_core.engine.engine import Engine
 from std_core.engine.prefill import Prefix
-from std_core.model.cache import Cache
-from std_core.model.checkpoint import Checkpoint, Inputs
+from std_core.model.cache import KVCache
+from std_core.model.checkpoint import Checkpoint, ModelInputs
 from std_core.types import Request, Sampling
 
 SIDE = 112  # pixels, of the clips' frames
@@ -41,10 +41,10 @@ class Subject:
     """
 
     requests: list[Request]
-    inputs: dict[str, Inputs]
+    inputs: dict[str, ModelInputs]
     following: dict[str, list[int]]
 
-    def prepare(self, request: Request) -> Inputs:
+    def prepare(self, request: Request) -> ModelInputs:
         return self.inputs[request.request_id]
 
     def contexts(self) -> int:
@@ -88,11 +88,11 @@ def subject(
         step: tokens by which texts differ in length.
         scenes: of the clips, in turn.
     """
-    if checkpoint.takes_video:
+    if checkpoint.supports_video:
         shown = list(
             _clips(checkpoint, context, prompts, Sampling(tokens, temperature=0.0), scenes=scenes)
         )
-        return Subject(shown, {r.request_id: checkpoint.inputs(r) for r in shown}, {})
+        return Subject(shown, {r.request_id: checkpoint.preprocess(r) for r in shown}, {})
     ids = _prose(checkpoint, (context + step * len(prompts) + more) * (max(prompts) + 1))
     sampling = Sampling(tokens, min_tokens=tokens, temperature=0.0)
     found = Subject([], {}, {})
@@ -102,7 +102,7 @@ def subject(
         piece = ids[len(ids) * number // (max(prompts) + 1) :][: length + more]
         prompt = torch.tensor([piece[:length]])
         found.requests.append(Request(name, "", video=name, sampling=sampling))
-        found.inputs[name] = Inputs(prompt, torch.zeros_like(prompt))
+        found.inputs[name] = ModelInputs(prompt, torch.zeros_like(prompt))
         found.following[name] = piece[length:]
     return found
 
@@ -131,7 +131,7 @@ def cut(requests: Sequence[Request], tokens: int) -> list[Request]:
     ]
 
 
-def prefix_store(engine: Engine, count: int) -> tuple[Cache, list[Prefix]]:
+def prefix_store(engine: Engine, count: int) -> tuple[KVCache, list[Prefix]]:
     """Room for the prefixes of so many texts or clips, for engines of any number of slots."""
     return engine.model.new_cache(count), [Prefix() for _ in range(count)]
 

@@ -26,7 +26,7 @@ from pipeline.command_line import (
 )
 from pipeline.records import UsageError
 from std_core.engine.engine import Engine
-from std_core.model.drafters import weight_bytes
+from std_core.model.drafters import step_weight_bytes
 from std_core.types import Draft, Result
 
 GAMMA = 5
@@ -77,7 +77,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         engine = subjects.engine_of(flags.model, Path(folder), flags.threads)
-    prompts = flags.prompts or PROMPTS[engine.checkpoint.takes_video]
+    prompts = flags.prompts or PROMPTS[engine.checkpoint.supports_video]
     asked = _asked(flags, engine, range(prompts))
     engine = replace(engine, max_num_seqs=asked.contexts())
     chosen, tried = nucleus(engine, _asked(flags, engine, range(prompts, prompts + SAMPLES)))
@@ -158,7 +158,7 @@ def figures(
         "kv_entries": round(
             statistics.mean(r.kv_keep * contexts[r.request_id] for r in results), 1
         ),
-        "weight_bytes": 0 if draft.policy == "ngram" else weight_bytes(engine.drafter(draft)),
+        "weight_bytes": 0 if draft.policy == "ngram" else step_weight_bytes(engine.drafter(draft)),
         "rounds": sum(r.rounds for r in results),
         "identical": sum(r.token_ids == dense[r.request_id] for r in results),
         "requests": len(results),
@@ -183,7 +183,7 @@ def table(model: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def _asked(flags: Flags, engine: Engine, prompts: range) -> Subject:
-    tokens = flags.tokens or TOKENS[engine.checkpoint.takes_video]
+    tokens = flags.tokens or TOKENS[engine.checkpoint.supports_video]
     return subjects.subject(engine.checkpoint, flags.context, prompts, tokens, SCORED + 1)
 
 

@@ -15,7 +15,7 @@ from jobs.demo_model import world
 from jobs.suites.acceptance.subjects import SIDE
 from jobs.suites.shared import reference
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.types import Draft, Request, Sampling
 
 VIDEOS = 4
@@ -30,7 +30,7 @@ def measured(engine: Engine, context: int, draft: Draft) -> dict[str, Any]:
         context: visual tokens of each video.
     """
     asked = _requests(engine, context)
-    inputs = {request.request_id: engine.checkpoint.inputs(request) for request in asked}
+    inputs = {request.request_id: engine.checkpoint.preprocess(request) for request in asked}
     ours = replace(engine, max_num_seqs=VIDEOS, prefixes=None, keep_prefixes=False)
     began = time.perf_counter()
     results = {
@@ -95,14 +95,14 @@ def _requests(engine: Engine, context: int) -> list[Request]:
     return asked
 
 
-def _theirs(engine: Engine, prompts: Sequence[Inputs], tokens: int) -> list[list[int]]:
+def _theirs(engine: Engine, prompts: Sequence[ModelInputs], tokens: int) -> list[list[int]]:
     fed = reference.hf_batch(engine.model.hf, prompts)
     mask = torch.ones_like(fed["input_ids"])
-    engine.model.detach()
+    engine.model.restore_attention()
     try:
         out = engine.model.hf.generate(
             **fed, attention_mask=mask, do_sample=False, max_new_tokens=tokens
         )
     finally:
-        engine.model.attach()
+        engine.model.install_attention()
     return out[:, fed["input_ids"].shape[1] :].tolist()

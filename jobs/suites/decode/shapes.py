@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from jobs.suites.acceptance.subjects import Subject
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
 from std_core.types import Request, Sampling
 
@@ -30,7 +30,7 @@ class Shaped:
     """In place of a checkpoint: prompts are ids."""
 
     max_model_len: int = 131072
-    takes_video: bool = False
+    supports_video: bool = False
 
     def decode(self, ids: list[int]) -> str:
         return ""
@@ -68,8 +68,8 @@ def subject(shaped: Engine, context: int, batch: int, tokens: int) -> Subject:
     sampling = Sampling(tokens, min_tokens=tokens, temperature=0.0)
     found = Subject([], {}, {})
     for number in range(batch):
-        ids = torch.randint(shaped.model.vocabulary, (1, context), generator=rng)
+        ids = torch.randint(shaped.model.vocab_size, (1, context), generator=rng)
         name = f"random {number}"
         found.requests.append(Request(name, "", video=name, sampling=sampling))
-        found.inputs[name] = Inputs(ids, torch.zeros_like(ids))
+        found.inputs[name] = ModelInputs(ids, torch.zeros_like(ids))
     return found

@@ -30,7 +30,8 @@ from pipeline.command_line import (
     parse_flags,
 )
 from pipeline.records import UsageError
-from std_core.cost_model.account import ModelSize, speedup
+from std_core.cost_model.crossover import speedup
+from std_core.cost_model.model_size import ModelSize
 from std_core.engine.engine import Engine
 from std_core.kernels.attention import implementation_name
 from std_core.types import Draft
@@ -70,7 +71,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     torch.set_num_threads(flags.threads)
     bandwidth = read_bandwidth()
     engine = _engine(flags)
-    usual = "4096,16384" if engine.checkpoint.takes_video else "2048,7936"
+    usual = "4096,16384" if engine.checkpoint.supports_video else "2048,7936"
     contexts = numbers("contexts", flags.contexts or usual)
     batches = numbers("batches", flags.batches)
     rows: list[dict[str, Any]] = []
@@ -116,7 +117,7 @@ def drafts(engine: Engine) -> dict[str, Draft]:
         "std_512_int8": Draft("std", k=512 - SELECTED, gamma=3, weights="int8"),
         "ngram": Draft("ngram", gamma=3),
     }
-    if engine.checkpoint.takes_video:
+    if engine.checkpoint.supports_video:
         tried["refresh_1024"] = Draft("std", k=1024 - SELECTED, gamma=3, refresh=1)
     return tried
 
@@ -154,7 +155,7 @@ def cell(
     }
     lookup = None
     if (
-        theirs and batch == 1 and not engine.checkpoint.takes_video
+        theirs and batch == 1 and not engine.checkpoint.supports_video
     ):  # it drafts a video's placeholders and fails
         lookup = generate_timing.lookup(engine.model, prompts, segment * flags.pairs)
     padded: dict[int, list[list[int]]] = {}
@@ -206,11 +207,11 @@ def _times(engine: Engine, pair: Pair, context: int, bandwidth: float) -> dict[s
     median, low = ratio(dense.per_token, drafted.per_token)
     tokens = statistics.fmean(drafted.kept)
     size = engine.model.dtype.itemsize
-    account = ModelSize.of(engine.model.hf.config, size, size)
+    model_size = ModelSize.of(engine.model.hf.config, size, size)
     rows = len(pair.written)
-    whole = account.step_bytes([context] * rows)
+    whole = model_size.step_bytes([context] * rows)
     held = [row.kv_keep * context for row in pair.batch.rows if row is not None]
-    part = 0.0 if pair.policy.policy == "ngram" else account.step_bytes(held, pair.policy)
+    part = 0.0 if pair.policy.policy == "ngram" else model_size.step_bytes(held, pair.policy)
     large = whole > LARGE
     return {
         "dense_ms": _ms(dense_s),
@@ -237,7 +238,7 @@ def table(model: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 def _questions(engine: Engine, flags: Flags, context: int) -> dict[str, Any] | None:
     """Eight questions on each of four videos, of a model that sees."""
-    if not (flags.hugging_face and engine.checkpoint.takes_video):
+    if not (flags.hugging_face and engine.checkpoint.supports_video):
         return None
     return questions.measured(engine, context, Draft("specvlm", keep=0.1, gamma=4))
 
@@ -263,7 +264,7 @@ def _engine(flags: Flags) -> Engine:
 
 
 def _asked(engine: Engine, context: int, batch: int, tokens: int) -> Subject:
-    if not engine.checkpoint.takes_video and isinstance(engine.checkpoint, shapes.Shaped):
+    if not engine.checkpoint.supports_video and isinstance(engine.checkpoint, shapes.Shaped):
         return shapes.subject(engine, context, batch, tokens)
     asked = subjects.subject(engine.checkpoint, context, range(batch), tokens, step=0, scenes=(12,))
     return subjects.captions_of(asked)

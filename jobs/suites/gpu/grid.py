@@ -19,8 +19,8 @@ from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import Round, Slots, decode_round, draft, look_up
 from std_core.engine.cuda_graphs import Captured, pool_bytes, recorder_of
 from std_core.kernels.shared.segments import PrefixGroups
-from std_core.model.cache import Cache, ChunkStep
-from std_core.model.drafters import drafter_of, weight_bytes
+from std_core.model.cache import KVCache, PrefillStep
+from std_core.model.drafters import build_drafter, step_weight_bytes
 from std_core.model.families import FAMILIES
 from std_core.model.model import Model
 from std_core.types import Draft
@@ -76,7 +76,7 @@ def entry_bytes(model: Model) -> int:
 
 def drafts(model: Model) -> dict[str, Model]:
     """The models that draft, by name."""
-    return {"16-bit": model, "int4": drafter_of(model, Draft(weights="int4"), {})}
+    return {"16-bit": model, "int4": build_drafter(model, Draft(weights="int4"), {})}
 
 
 def fits(model: Model, size: Size, context: int, device: str) -> bool:
@@ -109,7 +109,7 @@ def measure(
         kind = list(drafters.values()).index(drafter) + 1 if drafter else 0
         return seconds(device, lambda: _round(captured, (gamma, kind), body), size.repeats)
 
-    read = weight_bytes(model) + size.slots * (context + WRITTEN // 2) * entry_bytes(model)
+    read = step_weight_bytes(model) + size.slots * (context + WRITTEN // 2) * entry_bytes(model)
     dense = timed(0, None)
     verify = {gamma: timed(gamma, None) for gamma in size.gammas}
     point: dict[str, Any] = {
@@ -126,7 +126,7 @@ def measure(
         rounds = {gamma: timed(gamma, drafter) for gamma in size.gammas}
         kept = size.slots * (min(K, context) + TEXT) * entry_bytes(model)
         point["drafts"][name] = _figures(
-            rounds, verify, dense, read, draft_read=weight_bytes(drafter) + kept
+            rounds, verify, dense, read, draft_read=step_weight_bytes(drafter) + kept
         )
     return point
 
@@ -176,7 +176,7 @@ def filled_slots(model: Model, count: int, context: int) -> Slots:
         _fill(cache, entries)
     slots.view = "kept"
     slots.reserve_history(context + WRITTEN)
-    slots.history.random_(1, model.vocabulary)
+    slots.history.random_(1, model.vocab_size)
     slots.active.fill_(True)
     slots.groups = PrefixGroups.from_lists(
         list(range(count)), [shared] * count, model.device, fixed=True
@@ -200,7 +200,7 @@ def _begin(slots: Slots, context: int) -> None:
         getattr(slots, name).fill_(value)
 
 
-def _fill(cache: Cache, entries: int) -> None:
+def _fill(cache: KVCache, entries: int) -> None:
     cache.reserve(entries)
     for store in (*cache.key, *cache.value):
         store.normal_()
@@ -235,11 +235,13 @@ def _prefill(model: Model, context: int, device: str) -> float:
     chunk = min(CHUNK, context // 2)
     cache = model.new_cache(1)
     cache.reserve(context)
-    embeds = torch.randn(1, chunk, model.width * model.levels, device=device, dtype=model.dtype)
+    embeds = torch.randn(
+        1, chunk, model.hidden_size * model.feature_levels, device=device, dtype=model.dtype
+    )
     at = (context - chunk) // 2
     places = torch.arange(at, at + chunk, device=device)[None, None]
     return (
-        seconds(device, lambda: model.extend(embeds, places, ChunkStep(cache, 0, at)), 1)
+        seconds(device, lambda: model.prefill_chunk(embeds, places, PrefillStep(cache, 0, at)), 1)
         * context
         / chunk
     )

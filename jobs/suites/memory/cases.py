@@ -12,11 +12,11 @@ import torch
 from jobs.suites.decode.shapes import Shaped
 from jobs.suites.memory.meter import held_by
 from jobs.suites.memory.models import Asked, Sizes, build, config_of, inputs_of
-from std_core.cost_model.account import ModelSize
-from std_core.cost_model.memory import LongestRequest, terms
+from std_core.cost_model.memory import LongestRequest, memory_breakdown
+from std_core.cost_model.model_size import ModelSize
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Inputs, whole_account
-from std_core.model.drafters import second_model
+from std_core.model.checkpoint import ModelInputs, full_model_size
+from std_core.model.drafters import pair_drafter
 from std_core.model.model import Model
 from std_core.types import Draft, Request, Sampling
 
@@ -44,20 +44,25 @@ class Case:
         load = LongestRequest(
             visual + self.asked.text,
             visual=visual,
-            written=self.asked.written,
+            max_tokens=self.asked.written,
             chunk=self.chunk,
-            draws="greedy",
+            sampling="greedy",
         )
-        return load if self.seed is None else replace(load, draws="seeded")
+        return load if self.seed is None else replace(load, sampling="seeded")
 
-    def account(self, sizes: Sizes) -> ModelSize:
+    def model_size(self, sizes: Sizes) -> ModelSize:
         width = torch.finfo(getattr(torch, self.dtype)).bits // 8
-        return whole_account(config_of(sizes), width, width)
+        return full_model_size(config_of(sizes), width, width)
 
-    def terms(self) -> dict[str, float]:
-        pair = self.account(self.pair) if self.pair else None
-        return terms(
-            self.account(self.sizes), self.load, self.slots, self.draft, pair, kind=self.device
+    def memory_breakdown(self) -> dict[str, float]:
+        pair = self.model_size(self.pair) if self.pair else None
+        return memory_breakdown(
+            self.model_size(self.sizes),
+            self.load,
+            self.slots,
+            self.draft,
+            pair,
+            device_kind=self.device,
         )
 
 
@@ -66,7 +71,7 @@ class Subject:
     """A case's model, and what it is asked, ready to run; one engine for each run."""
 
     case: Case
-    prompts: dict[str, Inputs]
+    prompts: dict[str, ModelInputs]
 
     @classmethod
     def of(cls, case: Case) -> Subject:
@@ -90,7 +95,7 @@ class Subject:
         if self.pair is not None and case.draft is not None:
             draft = case.draft
             key = (draft.depth, draft.channels, draft.weights, draft.model)
-            engine.drafters[key] = second_model(self.model, self.pair)
+            engine.drafters[key] = pair_drafter(self.model, self.pair)
         for result in engine.run(self._requests(), case.draft, self._prepare):
             if result.error is not None:
                 raise result.error
@@ -103,11 +108,11 @@ class Subject:
         for name in self.prompts:
             yield Request(name, "", video=name, sampling=Sampling(count, min_tokens=count, **heat))
 
-    def _prepare(self, request: Request) -> Inputs:
+    def _prepare(self, request: Request) -> ModelInputs:
         return self.prompts[request.request_id]
 
 
-def prompts_of(case: Case) -> dict[str, Inputs]:
+def prompts_of(case: Case) -> dict[str, ModelInputs]:
     """Of each slot's request; the host's, no part of what an engine holds."""
     return {str(n): inputs_of(case.sizes, case.asked, n) for n in range(case.slots)}
 

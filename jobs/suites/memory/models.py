@@ -20,7 +20,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
 
 KINDS: dict[str, tuple[type[Any], type[Any]]] = {
@@ -105,7 +105,7 @@ def build(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> Model:
     return Model(hf)
 
 
-def inputs_of(sizes: Sizes, asked: Asked, seed: int = 0) -> Inputs:
+def inputs_of(sizes: Sizes, asked: Asked, seed: int = 0) -> ModelInputs:
     """A prompt of random words around a video of random patches."""
     rng = torch.Generator().manual_seed(seed)
     visual = asked.visual(sizes)
@@ -120,17 +120,19 @@ def inputs_of(sizes: Sizes, asked: Asked, seed: int = 0) -> Inputs:
     words = torch.randint(WORDS_KEPT, sizes.words, types.shape, generator=rng)
     ids = torch.where(types == 2, 1, words)
     if sizes.family == "llama":
-        return Inputs(words, torch.zeros_like(types))
+        return ModelInputs(words, torch.zeros_like(types))
     if sizes.family == "llava_onevision":
         frames = torch.randn(asked.frames, 3, sizes.side, sizes.side, generator=rng)
-        return Inputs(ids, types, frames, torch.tensor([[asked.frames, sizes.side, sizes.side]]))
+        return ModelInputs(
+            ids, types, frames, torch.tensor([[asked.frames, sizes.side, sizes.side]])
+        )
     patches = torch.randn(asked.frames * side**2, 3 * 2 * PATCH**2, generator=rng)
-    return Inputs(
+    return ModelInputs(
         ids,
-        types=types,
+        token_types=types,
         video_patches=patches,
         video_grid=torch.tensor([[asked.frames, side, side]]),
-        seconds=torch.tensor([1.0]),
+        second_per_grid=torch.tensor([1.0]),
     )
 
 

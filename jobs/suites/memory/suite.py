@@ -23,7 +23,7 @@ from pipeline.command_line import (
     parse_flags,
 )
 from pipeline.records import UsageError
-from std_core.cost_model.memory import total
+from std_core.cost_model.memory import peak_memory
 
 OFF = 0.1  # of the measured peak that the predicted one may be off
 
@@ -79,15 +79,15 @@ def measured(case: Case, threads: int = 1) -> dict[str, Any]:
 
 def figures(case: Case, subject: Subject) -> dict[str, Any]:
     """What was predicted and what tensors held."""
-    found = case.terms()
+    found = case.memory_breakdown()
     peak = subject.weights + tensors_peak(subject.run, case.device)
     return {
         "case": case.name,
         "slots": case.slots,
         "context": case.load.context,
         "peak_mb": _mb(peak),
-        "predicted_mb": _mb(total(found)),
-        "ratio": round(total(found) / peak, 3),
+        "predicted_mb": _mb(peak_memory(found)),
+        "ratio": round(peak_memory(found) / peak, 3),
         "terms_mb": {name: _mb(size) for name, size in found.items() if size},
     }
 

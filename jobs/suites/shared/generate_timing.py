@@ -11,7 +11,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from jobs.suites.shared import reference
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
 
 
@@ -52,22 +52,22 @@ class _Clock(StoppingCriteria):
 
 
 def beside(
-    model: Model, prompts: Sequence[Inputs], segment: int, count: int, turn: Callable[[], None]
+    model: Model, prompts: Sequence[ModelInputs], segment: int, count: int, turn: Callable[[], None]
 ) -> Theirs:
     """`generate` of a batch of prompts of one length, whose every segment is followed by a turn of
     ours."""
 
     def ours() -> None:
-        model.attach()
+        model.install_attention()
         try:
             turn()
         finally:
-            model.detach()
+            model.restore_attention()
 
     return _generate(model, prompts, _Clock(segment, count, ours), (segment + 1) * (count + 1))
 
 
-def lookup(model: Model, prompts: Sequence[Inputs], tokens: int) -> float:
+def lookup(model: Model, prompts: Sequence[ModelInputs], tokens: int) -> float:
     """Seconds per token of its prompt lookup decoding, which takes a single prompt."""
     clock = _Clock(tokens, 1, lambda: None)
     return _generate(model, prompts, clock, 2 * tokens + 16, prompt_lookup_num_tokens=10).per_token[
@@ -76,11 +76,11 @@ def lookup(model: Model, prompts: Sequence[Inputs], tokens: int) -> float:
 
 
 def _generate(
-    model: Model, prompts: Sequence[Inputs], clock: _Clock, most: int, **how: Any
+    model: Model, prompts: Sequence[ModelInputs], clock: _Clock, most: int, **how: Any
 ) -> Theirs:
     fed = reference.hf_batch(model.hf, prompts)
     mask = torch.ones_like(fed["input_ids"])
-    model.detach()
+    model.restore_attention()
     try:
         clock.began = time.perf_counter()
         model.hf.generate(
@@ -93,5 +93,5 @@ def _generate(
             **how,
         )
     finally:
-        model.attach()
+        model.install_attention()
     return clock.theirs

@@ -15,7 +15,7 @@ import torch
 from std_core.decoding.round import Drafted, Slots, decode_round, draft, look_up, verify
 from std_core.engine.batch import Batch
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.types import Draft, Request
 
 STATE = ("length", "draft_length", "position", "total", "written", "left")
@@ -44,7 +44,7 @@ class Pair:
         self,
         engine: Engine,
         requests: Sequence[Request],
-        prepare: Callable[[Request], Inputs],
+        prepare: Callable[[Request], ModelInputs],
         policy: Draft,
     ):
         self.policy = policy

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
 from std_core.types import Sampling
 
 
-def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
+def generate(model: Model, inputs: ModelInputs, sampling: Sampling) -> list[int]:
     """The tokens of `hf.generate` for one request, greedy; the model has its own attention while it
     runs."""
     wanted = {
@@ -25,7 +25,7 @@ def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
         "repetition_penalty": sampling.repetition_penalty,
         "eos_token_id": [*_own_stops(model.hf), *sampling.stop_token_ids] or None,
     }
-    model.detach()
+    model.restore_attention()
     try:
         out = model.hf.generate(
             **hf_inputs(model.hf, inputs),
@@ -34,13 +34,13 @@ def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
             **_set(wanted),
         )
     finally:
-        model.attach()
+        model.install_attention()
     return out[0, inputs.ids.shape[1] :].tolist()
 
 
-def hf_inputs(hf: Any, inputs: Inputs) -> dict[str, Any]:
+def hf_inputs(hf: Any, inputs: ModelInputs) -> dict[str, Any]:
     """A prompt as Hugging Face's model takes it."""
-    if not len(inputs.visual):
+    if not len(inputs.visual_positions):
         return {"input_ids": inputs.ids}
     if hf.config.model_type == "llava_onevision":
         images = inputs.image_grid
@@ -51,23 +51,23 @@ def hf_inputs(hf: Any, inputs: Inputs) -> dict[str, Any]:
         }
         return {"input_ids": inputs.ids} | _set(shown) | _llava_videos(hf, inputs)
     shown = {
-        "mm_token_type_ids": inputs.types,
+        "mm_token_type_ids": inputs.token_types,
         "pixel_values_videos": inputs.video_patches,
         "video_grid_thw": inputs.video_grid,
         "pixel_values": inputs.image_patches,
         "image_grid_thw": inputs.image_grid,
-        "second_per_grid_ts": inputs.seconds,
+        "second_per_grid_ts": inputs.second_per_grid,
     }
     return {"input_ids": inputs.ids} | _set(shown)
 
 
-def hf_batch(hf: Any, prompts: Sequence[Inputs]) -> dict[str, Any]:
+def hf_batch(hf: Any, prompts: Sequence[ModelInputs]) -> dict[str, Any]:
     """Prompts of one length as one batch; of a model that sees, each with one video."""
     each = [hf_inputs(hf, inputs) for inputs in prompts]
     return {name: torch.cat([one[name] for one in each]) for name in each[0]}
 
 
-def _llava_videos(hf: Any, inputs: Inputs) -> dict[str, Any]:
+def _llava_videos(hf: Any, inputs: ModelInputs) -> dict[str, Any]:
     """Videos as one tensor if they have equally many frames; else what the vision tower makes of
     each, since the model takes no other."""
     if inputs.video_patches is None or inputs.video_grid is None:

@@ -18,9 +18,9 @@ def test_the_demo_model_finds_scenes_with_most_of_a_clip_and_not_with_its_end(
     most = Draft("std", keep=0.8, gamma=3)
     end = Draft("window", keep=0.02, gamma=3)
     found = retrieval.measured(engine, [most, end], 384)
-    assert {r.asked for r in found.values()} == {retrieval.SUBJECTS * retrieval.ASKED}
-    assert found[most].dense >= 29 and found[most].enough
-    assert found[end].sparse < 20 and not found[end].enough
+    assert {r.questions for r in found.values()} == {retrieval.SUBJECTS * retrieval.ASKED}
+    assert found[most].dense_correct >= 29 and found[most].passes
+    assert found[end].draft_correct < 20 and not found[end].passes
 
 
 def test_keys_are_told_once_each_somewhere_in_the_prose_and_asked_for_behind_it(
@@ -35,7 +35,7 @@ def test_keys_are_told_once_each_somewhere_in_the_prose_and_asked_for_behind_it(
         assert text.count(f"The key of the {door} door is {question.answer}.") == 1
         assert text.endswith(f"The key of the {door} door is") and len(question.inputs.ids[0]) > 300
     one = retrieval.measured(engine, [Draft("std", keep=0.5)], 300)
-    assert all(0 <= r.sparse <= r.asked for r in one.values())
+    assert all(0 <= r.draft_correct <= r.questions for r in one.values())
 
 
 def test_a_calibration_tries_the_drafts_that_may_stand_alone(
@@ -46,4 +46,4 @@ def test_a_calibration_tries_the_drafts_that_may_stand_alone(
         [300], rows=[1], drafts=measure.parse_drafts("std,ngram"), tokens=3, pairs=1, retrieval=True
     )
     std, ngram = measure.measure_profile("llama", "cpu", "float32", grid, 1).drafts
-    assert [r.context for r in std.retrieved] == [300] and not ngram.retrieved
+    assert [r.context for r in std.retrieval_scores] == [300] and not ngram.retrieval_scores

@@ -36,7 +36,7 @@ def test_drafted_dense_and_hugging_faces_own_tokens_are_the_same(tmp_path: Path)
         requests.append(
             Request(path.name, world.CAPTION_PROMPTS[0], pixels, sampling=Sampling(256))
         )
-    inputs = engine.checkpoint.inputs
+    inputs = engine.checkpoint.preprocess
     own = {r.request_id: reference.generate(engine.model, inputs(r), r.sampling) for r in requests}
     for draft in (Draft("std"), Draft("random"), None):
         results = list(engine.run(requests, draft))

@@ -111,7 +111,7 @@ def prose(families: Callable[[str], Path]) -> tuple[Engine, subjects.Subject]:
 
 def test_perplexity_is_that_of_the_plain_model(prose: tuple[Engine, subjects.Subject]) -> None:
     engine, asked = prose
-    engine.model.detach()
+    engine.model.restore_attention()
     losses = []
     with torch.inference_mode():
         for request in asked.requests:
@@ -119,7 +119,7 @@ def test_perplexity_is_that_of_the_plain_model(prose: tuple[Engine, subjects.Sub
             ids = torch.cat([asked.inputs[request.request_id].ids, torch.tensor([text])], dim=1)
             logits = engine.model.hf(ids).logits[0, -len(text) : -1]
             losses.append(F.cross_entropy(logits, torch.tensor(text[1:])))
-    engine.model.attach()
+    engine.model.install_attention()
     expected = float(torch.stack(losses).mean().exp())
     assert measures.perplexity(engine, asked, Draft("full")) == pytest.approx(expected, rel=1e-3)
     assert measures.perplexity(engine, asked, Draft("std", keep=1.0)) == pytest.approx(

@@ -93,7 +93,7 @@ def test_a_context_is_the_prompt_and_the_visual_tokens(clip: str, checkpoint: Ch
     pool = [PendingRequest("1", InputRow(clip, "Describe this video."))]
     [planned] = plan_requests(pool, Job(), checkpoint)
     assert isinstance(planned, PlannedRequest)
-    assert planned.context == planned.frame_plan.tokens + checkpoint.prompt_tokens(
+    assert planned.context == planned.frame_plan.tokens + checkpoint.count_prompt_tokens(
         "Describe this video."
     )
     [too_long] = plan_requests(pool, Job(max_model_len=planned.context), checkpoint)

@@ -16,8 +16,9 @@ from pipeline.records import (
     RequestError,
     VideoInfo,
 )
-from std_core.cost_model.account import ModelSize
-from std_core.cost_model.device_specs import NAMED, published, unmeasured
+from std_core.cost_model.device_specs import QUOTED_DEVICES, estimated_profile, published_device
+from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.profile import PrefillLatency
 from std_core.types import Draft
 
 LLAMA = ModelSize(
@@ -32,7 +33,7 @@ LLAMA = ModelSize(
     tower=10**8,
     tower_width=1024,
 )
-PROFILE = unmeasured(published("H100"), LLAMA, "m", "bfloat16")
+PROFILE = estimated_profile(published_device("H100"), LLAMA, "m", "bfloat16")
 
 
 def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> PlannedRequest:
@@ -61,7 +62,7 @@ def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> P
 
 
 def test_a_video_is_seen_and_prefilled_once() -> None:
-    profile = replace(PROFILE, vision=1e-3, prefill=(0.5, 1e-3, 0.0))
+    profile = replace(PROFILE, vision_s_per_token=1e-3, prefill=PrefillLatency(0.5, 1e-3, 0.0))
     once = seconds(plan([request(0, 0)], profile, History(), 9, True, WaveConfig()), profile)
     assert once["vision"] == pytest.approx(30.0) and once["prefill"] == pytest.approx(0.5 + 30.1)
     twice = seconds(
@@ -98,7 +99,7 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
     low, expected, high = figures["engine_hours"]
     assert low < expected < high and figures["cost"][1] == pytest.approx(2 * expected, abs=0.01)
     assert figures["engine_hours_elsewhere"]["H100"] == figures["engine_hours"]
-    assert set(figures["engine_hours_elsewhere"]) == set(NAMED)
+    assert set(figures["engine_hours_elsewhere"]) == set(QUOTED_DEVICES)
     text = table(figures, [lost])
     assert "{} ({}–{})".format(best["draft"], *best["gammas"]) in text
     assert (

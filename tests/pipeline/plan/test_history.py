@@ -16,8 +16,21 @@ from pipeline.records import (
     VideoInfo,
     Wave,
 )
-from std_core.cost_model.account import AcceptanceCurve, ModelSize, chances, count_accepted_rejected
-from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
+from std_core.cost_model.acceptance import (
+    AcceptanceCounts,
+    AcceptanceCurve,
+    count_accepted_rejected,
+    fit_acceptance_curve,
+)
+from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.profile import (
+    CalibratedDraft,
+    Device,
+    DraftSetupLatency,
+    LatencyModel,
+    PrefillLatency,
+    Profile,
+)
 from std_core.types import Draft, Result
 
 DRAFT = Draft("std", gamma=4)
@@ -76,7 +89,7 @@ def test_prompts_that_ask_are_questions() -> None:
 
 
 def seen(*results: Result) -> AcceptanceCurve:
-    return chances(*count_accepted_rejected(results))
+    return fit_acceptance_curve(*count_accepted_rejected(results))
 
 
 def test_chances_are_of_each_place_in_a_round() -> None:
@@ -164,7 +177,7 @@ def test_kinds_are_told_apart_in_one_wave() -> None:
 
 
 def test_what_was_seen_changes_the_choice() -> None:
-    account = ModelSize(
+    model_size = ModelSize(
         32,
         hidden=4096,
         intermediate=14336,
@@ -174,16 +187,21 @@ def test_what_was_seen_changes_the_choice() -> None:
         vocabulary=128256,
         parameters=8_030_000_000,
     )
-    tried = CalibratedDraft(DRAFT, Cost(), (0.0, 0.0), (Accepted(1000, "caption", (95,), (5,)),))
+    tried = CalibratedDraft(
+        DRAFT,
+        LatencyModel(),
+        DraftSetupLatency(),
+        (AcceptanceCounts(1000, "caption", (95,), (5,)),),
+    )
     device = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
     profile = Profile(
         device,
         model="m",
         dtype="bfloat16",
-        account=account,
-        full=Cost(),
-        prefill=(0.0, 0.0, 0.0),
-        vision=0.0,
+        model_size=model_size,
+        latency=LatencyModel(),
+        prefill=PrefillLatency(0.0, 0.0, 0.0),
+        vision_s_per_token=0.0,
         drafts=(tried,),
     )
     setting = WaveConfig()

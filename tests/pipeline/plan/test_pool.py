@@ -23,8 +23,16 @@ from pipeline.records import (
     VideoInfo,
     Wave,
 )
-from std_core.cost_model.account import ModelSize
-from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
+from std_core.cost_model.acceptance import AcceptanceCounts
+from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.profile import (
+    CalibratedDraft,
+    Device,
+    DraftSetupLatency,
+    LatencyModel,
+    PrefillLatency,
+    Profile,
+)
 from std_core.types import Draft, Result
 
 LLAMA = ModelSize(
@@ -38,21 +46,24 @@ LLAMA = ModelSize(
     parameters=8_030_000_000,
 )
 GPU = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
-FLAT = Cost(1.0, 1e-3)
+FLAT = LatencyModel(1.0, 1e-3)
 GOOD = CalibratedDraft(
-    Draft("std", weights="int4"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (90,), (10,)),)
+    Draft("std", weights="int4"),
+    FLAT,
+    DraftSetupLatency(),
+    (AcceptanceCounts(4096, "caption", (90,), (10,)),),
 )
 POOR = CalibratedDraft(
-    Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (60,), (40,)),)
+    Draft("random"), FLAT, DraftSetupLatency(), (AcceptanceCounts(4096, "caption", (60,), (40,)),)
 )
 PROFILE = Profile(
     GPU,
     model="m",
     dtype="bfloat16",
-    account=LLAMA,
-    full=FLAT,
-    prefill=(0.0, 1e-4, 0.0),
-    vision=1e-5,
+    model_size=LLAMA,
+    latency=FLAT,
+    prefill=PrefillLatency(0.0, 1e-4, 0.0),
+    vision_s_per_token=1e-5,
     drafts=(GOOD, POOR),
 )
 HUGE = 10_000_000  # tokens that no device holds

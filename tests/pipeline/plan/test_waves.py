@@ -22,9 +22,19 @@ from pipeline.records import (
     VideoInfo,
     Wave,
 )
-from std_core.cost_model.account import ModelSize, tokens_per_round
-from std_core.cost_model.memory import LongestRequest, terms, total
-from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
+from std_core.cost_model.acceptance import AcceptanceCounts, AcceptanceCurve
+from std_core.cost_model.crossover import crossover_context
+from std_core.cost_model.memory import LongestRequest, memory_breakdown, peak_memory
+from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.profile import (
+    CalibratedDraft,
+    Device,
+    DraftSetupLatency,
+    LatencyModel,
+    PrefillLatency,
+    Profile,
+    UnionFraction,
+)
 from std_core.types import Draft
 
 LLAMA = ModelSize(
@@ -38,19 +48,21 @@ LLAMA = ModelSize(
     parameters=8_030_000_000,
 )
 A100 = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
-FLAT = Cost(1.0, 1e-3)
-GOOD = (Accepted(4096, "caption", (90,), (10,)),)
-STD = CalibratedDraft(Draft("std"), FLAT, (0.0, 0.0), GOOD)
-INT4 = CalibratedDraft(Draft("std", weights="int4"), FLAT, (0.0, 0.0), GOOD)
-BAD = CalibratedDraft(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (1,), (99,)),))
+FLAT = LatencyModel(1.0, 1e-3)
+GOOD = (AcceptanceCounts(4096, "caption", (90,), (10,)),)
+STD = CalibratedDraft(Draft("std"), FLAT, DraftSetupLatency(), GOOD)
+INT4 = CalibratedDraft(Draft("std", weights="int4"), FLAT, DraftSetupLatency(), GOOD)
+BAD = CalibratedDraft(
+    Draft("random"), FLAT, DraftSetupLatency(), (AcceptanceCounts(4096, "caption", (1,), (99,)),)
+)
 PROFILE = Profile(
     A100,
     model="m",
     dtype="bfloat16",
-    account=LLAMA,
-    full=FLAT,
-    prefill=(0.0, 1e-4, 0.0),
-    vision=1e-5,
+    model_size=LLAMA,
+    latency=FLAT,
+    prefill=PrefillLatency(0.0, 1e-4, 0.0),
+    vision_s_per_token=1e-5,
     drafts=(STD, INT4, BAD),
 )
 
@@ -233,13 +245,13 @@ def test_memory_is_never_exceeded(
             )
         )
         used = wave.engine_config.draft  # with the largest γ that any round has
-        needed = terms(
+        needed = memory_breakdown(
             LLAMA,
-            LongestRequest(visual + text, visual, setting.max_tokens, draws="greedy"),
+            LongestRequest(visual + text, visual, setting.max_tokens, sampling="greedy"),
             wave.max_num_seqs,
             used,
         )
-        assert total(needed) <= MEMORY * memory
+        assert peak_memory(needed) <= MEMORY * memory
     out = {r.request_id for wave in waves for r in wave.requests}
     assert all((r.request_id in out) == (misfit(r, profile, setting) is None) for r in pool)
 
@@ -248,7 +260,7 @@ def test_slots_are_as_many_as_fit() -> None:
     pool = tuple(request(i, i, 100_000) for i in range(100))
     (wave, *_) = plan(pool, PROFILE, History(), 1, True, WaveConfig(32, draft=None))
     row = dict(wave.options[0].memory)["kv"] / wave.max_num_seqs
-    needed = total(dict(wave.options[0].memory))
+    needed = peak_memory(dict(wave.options[0].memory))
     assert 1 < wave.max_num_seqs < 32 and needed <= MEMORY * 80e9 < needed + 1.1 * row
 
 
@@ -308,7 +320,7 @@ def test_a_draft_is_chosen_for_a_gain_only() -> None:
 
 
 def test_one_time_costs_count_against_short_texts() -> None:
-    dear = replace(PROFILE, drafts=(replace(STD, once=(0.05, 0.0)),))
+    dear = replace(PROFILE, drafts=(replace(STD, setup=DraftSetupLatency(0.05, 0.0)),))
     long, short = (WaveConfig(max_tokens=n) for n in (128, 4))
     assert choose(mix([60_000] * 8, long), dear, History(), long, 0)[0].draft is not None
     assert choose(mix([60_000] * 8, short), dear, History(), short, 0)[0].draft is None
@@ -348,9 +360,9 @@ accounts = st.builds(
     st.sampled_from([0.3e12, 2e12, 4.8e12]),
 )
 def test_the_choice_flips_at_the_latency_crossing(
-    account: ModelSize,
+    model_size: ModelSize,
     rows: int,
-    union: float,
+    union_fraction: float,
     keep: float,
     c_p: float,
     c_kv: float,
@@ -362,16 +374,16 @@ def test_the_choice_flips_at_the_latency_crossing(
     profile = replace(
         PROFILE,
         device=replace(A100, bandwidth=bandwidth, memory=1e15),
-        account=account,
-        full=Cost(),
+        model_size=model_size,
+        latency=LatencyModel(),
         drafts=(
-            CalibratedDraft(sparse, Cost(1.0, c_p), (0, 0), GOOD),
-            CalibratedDraft(kept, Cost(1.0, c_kv), (0, 0), GOOD),
+            CalibratedDraft(sparse, LatencyModel(1.0, c_p), DraftSetupLatency(), GOOD),
+            CalibratedDraft(kept, LatencyModel(1.0, c_kv), DraftSetupLatency(), GOOD),
         ),
-        union=((0.3, rows, union),),
+        union_fractions=(UnionFraction(0.3, rows, union_fraction),),
     )
-    s = rows * account.entry_bytes * (1 - keep) / bandwidth  # s per token of context
-    crossing = account.crossover(keep, union, rows) - (c_p - c_kv) / s
+    s = rows * model_size.entry_bytes * (1 - keep) / bandwidth  # s per token of context
+    crossing = crossover_context(model_size, keep, union_fraction, rows) - (c_p - c_kv) / s
     assume(crossing > 200)
     for context, expected in (
         (round(crossing * 0.99) - 2, sparse),
@@ -402,7 +414,7 @@ def test_strict_bounds_gamma_and_widens_every_step() -> None:
     setting = WaveConfig(strict=4)
     ways = choose(mix([60_000] * 8, setting), PROFILE, History(), setting, 0)
     assert all(c.draft is None or c.draft.gamma < 4 for c in ways)
-    wide = replace(PROFILE, full=Cost(1.0, 0, token=1.0))
+    wide = replace(PROFILE, latency=LatencyModel(1.0, 0, per_token=1.0))
     dense = [
         choose(mix([100], s), wide, History(), s, 0)[0]
         for s in (WaveConfig(draft=None), WaveConfig(draft=None, strict=4))
@@ -436,9 +448,9 @@ def test_a_single_row_shares_its_prefix_with_nobody() -> None:
 
 
 def test_noise_takes_time_for_every_token_that_is_drawn() -> None:
-    profile = replace(PROFILE, noise=1e-3)
+    profile = replace(PROFILE, sampling_s_per_token=1e-3)
     some = mix([4000] * 8, WaveConfig())
-    lookup = CalibratedDraft(Draft("ngram", gamma=5), FLAT, (0.0, 0.0), GOOD)
+    lookup = CalibratedDraft(Draft("ngram", gamma=5), FLAT, DraftSetupLatency(), GOOD)
     for tried, tokens in ((None, 1), (replace(STD, draft=Draft("std", gamma=5)), 11), (lookup, 6)):
         greedy, drawn = (
             Steps(profile, mix=some, rows=8, grown=0.0, drawn=drawn).round(tried)[0]
@@ -461,7 +473,7 @@ def paced(
 
 
 costs = st.builds(
-    Cost, st.floats(0.5, 2), st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-9)
+    LatencyModel, st.floats(0.5, 2), st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-9)
 )
 
 
@@ -479,15 +491,15 @@ def test_no_pace_has_a_slower_gamma_than_another(
     contexts: list[int],
     slots: int,
     strict: int,
-    full: Cost,
-    cheap: Cost,
+    full: LatencyModel,
+    cheap: LatencyModel,
     slow_dense: float,
     slow_draft: float,
 ) -> None:
     """For each number of rows and acceptance, by the seconds of a token of one row."""
     setting = WaveConfig(slots, strict=strict)
-    tried = replace(INT4, cost=cheap)
-    profile = replace(PROFILE, full=full, drafts=(tried,))
+    tried = replace(INT4, latency=cheap)
+    profile = replace(PROFILE, latency=full, drafts=(tried,))
     speeds = {(None,): (slow_dense,), (replace(tried.draft, gamma=1),): (slow_draft,)}
     history = History(speeds=speeds)
     some = mix(contexts, setting)
@@ -519,7 +531,7 @@ def test_no_pace_has_a_slower_gamma_than_another(
         assert len(found) == LEVELS
         for level, gamma in enumerate(found):
             a = (level + 0.5) / LEVELS
-            each = {g: seconds / tokens_per_round(a, g) for g, seconds in times.items()}
+            each = {g: seconds / AcceptanceCurve((a,)).tokens(g) for g, seconds in times.items()}
             assert each[gamma] <= min(each.values()) * (1 + 1e-9)
 
 
@@ -543,7 +555,7 @@ def test_a_pace_drafts_more_where_more_is_accepted_and_less_where_rows_share_the
 def test_a_pace_has_what_the_slots_have_room_for() -> None:
     """More drafted tokens take more memory; there are never fewer slots for it."""
     setting = WaveConfig(64)
-    load = LongestRequest(20_100, 20_000, 256, draws="greedy")
+    load = LongestRequest(20_100, 20_000, 256, sampling="greedy")
     pool = [request(i, i, load.context, load.visual) for i in range(64)]
 
     def planned(memory: float) -> Wave:
@@ -553,10 +565,10 @@ def test_a_pace_has_what_the_slots_have_room_for() -> None:
     wide = planned(60e9)
     assert wide.draft is not None and wide.pace is not None and wide.draft.gamma < wide.pace.most
     assert wide.engine_config.draft == replace(wide.draft, gamma=wide.pace.most)
-    assert dict(wide.options[0].memory) == terms(
+    assert dict(wide.options[0].memory) == memory_breakdown(
         LLAMA, load, wide.max_num_seqs, wide.engine_config.draft
     )
-    needed = total(terms(LLAMA, load, wide.max_num_seqs, wide.draft))
+    needed = peak_memory(memory_breakdown(LLAMA, load, wide.max_num_seqs, wide.draft))
     tight = planned((needed + 1) / MEMORY)
     assert (tight.max_num_seqs, tight.draft) == (wide.max_num_seqs, wide.draft)
     assert tight.pace is not None and tight.pace.most == wide.draft.gamma
@@ -580,10 +592,10 @@ def test_a_second_model_drafts_in_every_round() -> None:
     small = replace(LLAMA, layers=2, parameters=10**9)
     pair = CalibratedDraft(
         Draft("specvlm", model="small"),
-        cost=Cost(1.0, 1e-4),
-        once=(0.0, 0.0),
+        latency=LatencyModel(1.0, 1e-4),
+        setup=DraftSetupLatency(),
         acceptance=GOOD,
-        pair=small,
+        second_model=small,
     )
     setting = WaveConfig()
     chosen = paced(mix([60_000] * 8, setting), replace(PROFILE, drafts=(pair,)), setting)

@@ -109,7 +109,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_processor(
         info = probe(path)
         plan = plan_frames(info, options, checkpoint.geometry)
         frames = decode(path, info, plan)
-        ours = checkpoint.inputs(
+        ours = checkpoint.preprocess(
             Request(
                 "r",
                 prompt=PROMPT,
@@ -123,7 +123,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_processor(
         out = theirs(checkpoint, images, numbers, span)
         assert ours.ids.tolist() == torch.as_tensor(out["input_ids"]).tolist()
         assert plan.tokens == len(ours.visual)
-        text = checkpoint.prompt_tokens(PROMPT, len(plan.times), plan.fps, plan.times)
+        text = checkpoint.count_prompt_tokens(PROMPT, len(plan.times), plan.fps, plan.times)
         assert text + plan.tokens == ours.ids.shape[1]
         if "second_per_grid_ts" in out:
             assert ours.seconds is not None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from std_core.decoding.round import Slots, commit, look_up
-from std_core.model.cache import Cache
+from std_core.model.cache import KVCache
 
 STOP = 9
 
@@ -18,7 +18,7 @@ def slots_of(rows: int) -> Slots:
     model = SimpleNamespace(
         device="cpu",
         vocabulary=10,
-        new_cache=lambda count: Cache(
+        new_cache=lambda count: KVCache(
             ["cpu"], rows=count, kv_heads=1, head_dim=1, dtype=torch.float32
         ),
     )

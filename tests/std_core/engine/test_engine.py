@@ -20,7 +20,7 @@ from std_core.engine.batch import Batch
 from std_core.engine.engine import Engine, devices_from
 from std_core.kernels.cpu import loader
 from std_core.model import cache
-from std_core.model.model import layer_names, spread
+from std_core.model.model import decoder_layer_names, layer_device_map
 from std_core.types import Draft, Request, Sampling
 
 POLICIES = {
@@ -81,8 +81,8 @@ def test_a_draft_that_keeps_everything_is_always_accepted(
 def test_it_would_not_be_if_verified_values_did_not_replace_drafted_ones(
     engine: Engine, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Unmirrored(cache.RowsStep):
-        def __init__(self, own: cache.Cache, lengths: torch.Tensor, *rest: object, **_: object):
+    class Unmirrored(cache.DecodeStep):
+        def __init__(self, own: cache.KVCache, lengths: torch.Tensor, *rest: object, **_: object):
             super().__init__(own, lengths, *rest[:2])  # type: ignore[arg-type]
 
     monkeypatch.setattr(round, "RowsStep", Unmirrored)
@@ -114,9 +114,9 @@ def test_accounts_of_a_result(engine: Engine, requests: list[Request]) -> None:
     draft = Draft("std", keep=0.25, gamma=5)
     for result in engine.run(requests, draft):
         request = next(r for r in requests if r.request_id == result.request_id)
-        fed = engine.checkpoint.inputs(request)
-        assert result.num_visual_tokens == len(fed.visual)
-        assert result.num_prompt_tokens == engine.checkpoint.prompt_tokens(request.prompt)
+        fed = engine.checkpoint.preprocess(request)
+        assert result.num_visual_tokens == len(fed.visual_positions)
+        assert result.num_prompt_tokens == engine.checkpoint.count_prompt_tokens(request.prompt)
         kept = draft.budget(result.num_visual_tokens) + result.num_prompt_tokens
         assert result.kv_keep == pytest.approx(kept / fed.ids.shape[1])
         assert sum(result.accept_counts) == result.rounds
@@ -380,7 +380,7 @@ def test_rounds_between_two_chunks_leave_a_second_models_prefill_alone(
         """The second model's keys of a row that was prefilled in small chunks, beside one that was
         decoding or not."""
         draft = Draft("std", keep=1.0, gamma=2, model=str(tiny_model))
-        batch = Batch(replace(engine, prefill_chunk=7), draft, engine.checkpoint.inputs)
+        batch = Batch(replace(engine, prefill_chunk=7), draft, engine.checkpoint.preprocess)
         for slot, request in enumerate((requests[0], requests[1])):
             pieces = batch.prefill.admit(replace(request, sampling=Sampling(200)), slot)
             while (row := batch._chunk(pieces)) is None:
@@ -448,15 +448,15 @@ def test_unverified_decoding_writes_what_the_draft_would(
 
 
 def test_layers_are_spread_in_order_and_all_else_stays_together(engine: Engine) -> None:
-    placed = spread(engine.model.hf, ["a", "b"])
-    layers = layer_names(engine.model.hf)
+    placed = layer_device_map(engine.model.hf, ["a", "b"])
+    layers = decoder_layer_names(engine.model.hf)
     assert [placed[name] for name in layers] == ["a", "a", "a", "b", "b"]
     parameters = [name for name, _ in engine.model.hf.named_parameters()]
     for name in parameters:
         assert sum(name.startswith(f"{module}.") for module in placed) == 1, name
     assert {placed[m] for m in placed if m not in layers} == {"a"}
     with pytest.raises(ValueError, match="5 layers cannot be spread over 6"):
-        spread(engine.model.hf, ["a"] * 6)
+        layer_device_map(engine.model.hf, ["a"] * 6)
 
 
 @pytest.mark.parametrize(

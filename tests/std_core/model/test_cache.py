@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from std_core.model.cache import Cache, gather_view
+from std_core.model.cache import KVCache, gather_draft_kv
 
 SLOTS = 3
 HEADS = 2
@@ -16,7 +16,7 @@ DIM = 4
 def test_writes_land_behind_each_rows_length_and_nowhere_else(
     fills: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    cache = Cache(["cpu"] * 2, rows=SLOTS, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
+    cache = KVCache(["cpu"] * 2, rows=SLOTS, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
     model = [torch.zeros(HEADS, 0, DIM) for _ in range(SLOTS)]  # layer 1, keys
     for row, length in fills:  # chunk by chunk
         at = model[row].shape[1]
@@ -41,7 +41,8 @@ def test_writes_land_behind_each_rows_length_and_nowhere_else(
 
 def test_a_view_holds_the_kept_entries_of_the_prefix_and_all_of_the_rows_own() -> None:
     prefix, own, draft = (
-        Cache(["cpu"], rows=2, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32) for _ in range(3)
+        KVCache(["cpu"], rows=2, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
+        for _ in range(3)
     )
     entries = torch.arange(HEADS * 10 * DIM, dtype=torch.float32).view(HEADS, 10, DIM)
     for cache in (prefix, own, draft):
@@ -49,7 +50,7 @@ def test_a_view_holds_the_kept_entries_of_the_prefix_and_all_of_the_rows_own() -
     prefix.fill(0, 0, 0, entries, value=-entries)
     own.fill(0, 1, 0, entries[:, :3] + 1000, value=entries[:, :3])
     kept = torch.tensor([[2, 6], [3, 4]])
-    held = gather_view(draft, 1, 0, prefix.row(0, 0, 7), kept=kept, own=own.row(0, 1, 3))
+    held = gather_draft_kv(draft, 1, 0, prefix.row(0, 0, 7), kept=kept, own=own.row(0, 1, 3))
     assert held == 5
     for head in range(HEADS):
         assert torch.equal(draft.key[0][1, head, :2], entries[head, kept[head]])

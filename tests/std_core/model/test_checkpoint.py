@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from std_core.model.checkpoint import TAIL, Checkpoint, folder_hash
+from std_core.cost_model.memory import TEXT_SUFFIX
+from std_core.model.checkpoint import Checkpoint, checkpoint_hash
 from std_core.types import Geometry, Request, RequestError
 
 
@@ -20,15 +21,15 @@ def checkpoint(tiny_model: Path) -> Checkpoint:
 def test_planned_tokens_are_those_of_the_processor(
     checkpoint: Checkpoint, frames: int, height: int, width: int
 ) -> None:
-    fed = checkpoint.inputs(
+    fed = checkpoint.preprocess(
         Request(
             "a",
             "How many scenes are there?",
             torch.zeros(frames, height, width, 3, dtype=torch.uint8),
         )
     )
-    assert len(fed.visual) == checkpoint.geometry.tokens(frames, height, width)
-    assert fed.ids.shape[1] - len(fed.visual) == checkpoint.prompt_tokens(
+    assert len(fed.visual_positions) == checkpoint.geometry.tokens(frames, height, width)
+    assert fed.ids.shape[1] - len(fed.visual_positions) == checkpoint.count_prompt_tokens(
         "How many scenes are there?"
     )
 
@@ -44,8 +45,8 @@ def test_geometry_is_the_checkpoints_own(checkpoint: Checkpoint) -> None:
     "prompt", ["", "Was läuft? 视频\n\t🎬", "{{ braces }} {% raw %}", "<|im_end|>"]
 )
 def test_any_prompt_can_be_written(checkpoint: Checkpoint, prompt: str) -> None:
-    fed = checkpoint.inputs(Request("a", prompt, torch.zeros(2, 84, 84, 3, dtype=torch.uint8)))
-    assert fed.ids.shape[1] == checkpoint.prompt_tokens(prompt) + 9
+    fed = checkpoint.preprocess(Request("a", prompt, torch.zeros(2, 84, 84, 3, dtype=torch.uint8)))
+    assert fed.ids.shape[1] == checkpoint.count_prompt_tokens(prompt) + 9
     assert prompt in checkpoint.processor.tokenizer.decode(fed.ids[0])
 
 
@@ -55,25 +56,25 @@ def test_frames_of_a_size_that_cannot_be_cut_are_refused(checkpoint: Checkpoint)
         torch.zeros(2, 50, 84, 3, dtype=torch.uint8),
     ):
         with pytest.raises(RequestError) as caught:
-            checkpoint.inputs(Request("a", "?", frames))
+            checkpoint.preprocess(Request("a", "?", frames))
         assert caught.value.code == "invalid_request"
 
 
 def test_a_changed_weight_changes_the_revision(tiny_model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_model, tmp_path / "copy")
-    assert folder_hash(str(copy)) == folder_hash(str(tiny_model))
+    assert checkpoint_hash(str(copy)) == checkpoint_hash(str(tiny_model))
     weights = copy / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert folder_hash(str(copy)) != folder_hash(str(tiny_model))
+    assert checkpoint_hash(str(copy)) != checkpoint_hash(str(tiny_model))
 
 
 def test_a_single_file_has_a_revision_of_its_own(tmp_path: Path) -> None:
     hashes = set()
     for name, content in (("a.gguf", b"x"), ("b.gguf", b"x"), ("a.gguf", b"y")):
         (tmp_path / name).write_bytes(content)
-        hashes.add(folder_hash(str(tmp_path / name)))
+        hashes.add(checkpoint_hash(str(tmp_path / name)))
     assert len(hashes) == 3
 
 
@@ -86,9 +87,9 @@ def llama(families: Callable[[str], Path]) -> Checkpoint:
 
 
 def test_a_text_models_prompt_goes_through_its_template(llama: Checkpoint) -> None:
-    fed = llama.inputs(Request("a", "How many scenes are there?"))
-    assert not llama.takes_video
-    assert fed.ids.shape[1] == llama.prompt_tokens("How many scenes are there?")
+    fed = llama.preprocess(Request("a", "How many scenes are there?"))
+    assert not llama.supports_video
+    assert fed.ids.shape[1] == llama.count_prompt_tokens("How many scenes are there?")
     wanted = "<|im_start|>user\nHow many scenes are there?<|im_end|>\n<|im_start|>assistant\n"
     assert llama.tokenizer.decode(fed.ids[0]) == wanted
 
@@ -99,29 +100,29 @@ def test_without_a_template_the_prompt_is_encoded_as_it_is(
     folder = shutil.copytree(families("llama"), tmp_path / "bare")
     (folder / "chat_template.jinja").unlink()
     bare = Checkpoint.load(str(folder))
-    assert bare.tokenizer.decode(bare.inputs(Request("a", "Scene 1:")).ids[0]) == "Scene 1:"
+    assert bare.tokenizer.decode(bare.preprocess(Request("a", "Scene 1:")).ids[0]) == "Scene 1:"
     with pytest.raises(RequestError, match="no tokens"):
-        bare.inputs(Request("a", ""))
+        bare.preprocess(Request("a", ""))
 
 
 def test_a_text_model_is_shown_nothing(llama: Checkpoint) -> None:
     frames = torch.zeros(2, 84, 84, 3, dtype=torch.uint8)
     for shown in ({"frames": frames}, {"videos": (frames,)}, {"images": (frames[0],)}):
         with pytest.raises(RequestError) as caught:
-            llama.inputs(Request("a", "?", **shown))  # type: ignore[arg-type]
+            llama.preprocess(Request("a", "?", **shown))  # type: ignore[arg-type]
         assert caught.value.code == "invalid_request" and "llama" in caught.value.message
 
 
 @pytest.mark.parametrize("words", [1, 50, 400])
 def test_of_a_text_all_but_the_tail_can_be_left_out(llama: Checkpoint, words: int) -> None:
-    fed = llama.inputs(Request("a", "square " * words))
-    assert fed.cut == max(0, fed.ids.shape[1] - TAIL)
-    assert fed.selectable.tolist() == list(range(fed.cut))
+    fed = llama.preprocess(Request("a", "square " * words))
+    assert fed.prefix_length == max(0, fed.ids.shape[1] - TEXT_SUFFIX)
+    assert fed.selectable_positions.tolist() == list(range(fed.prefix_length))
 
 
 def test_a_video_llm_takes_a_question_on_nothing(checkpoint: Checkpoint) -> None:
-    fed = checkpoint.inputs(Request("a", "What is a square?"))
-    assert not len(fed.visual) and fed.video_patches is None
+    fed = checkpoint.preprocess(Request("a", "What is a square?"))
+    assert not len(fed.visual_positions) and fed.video_patches is None
     assert checkpoint.tokenizer.decode(fed.ids[0]) == checkpoint.render("What is a square?", 0)
 
 
@@ -131,7 +132,7 @@ def test_a_placeholder_in_the_prompt_is_refused(
     checkpoint: Checkpoint, placeholder: str, frames: torch.Tensor | None
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        checkpoint.inputs(Request("a", f"What is {placeholder}?", frames))
+        checkpoint.preprocess(Request("a", f"What is {placeholder}?", frames))
     assert caught.value.code == "invalid_request"
 
 

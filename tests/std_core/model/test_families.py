@@ -32,7 +32,7 @@ from pipeline.records import FrameOptions, VideoInfo
 from pipeline.video.frame_plan import plan_frames
 from std_core.engine.engine import Engine
 from std_core.model.checkpoint import Checkpoint
-from std_core.model.families import FAMILIES, refusal, writer_of
+from std_core.model.families import FAMILIES, generation_class, unsupported_reason
 from std_core.types import Counters, Draft, Request, Sampling
 
 TEXT = ("llama", "qwen3")
@@ -150,11 +150,11 @@ def test_tokens_are_those_of_generate(
 
 def test_what_is_fed_is_what_the_processor_makes(name: str, engine: Engine) -> None:
     for request in asked_of(name):
-        fed = engine.checkpoint.inputs(request)
+        fed = engine.checkpoint.preprocess(request)
         own = feed(name, engine.checkpoint, request)
         assert torch.equal(fed.ids, own["input_ids"])
-        assert len(fed.visual) == 0 or torch.equal(
-            fed.types, own.get("mm_token_type_ids", fed.types)
+        assert len(fed.visual_positions) == 0 or torch.equal(
+            fed.token_types, own.get("mm_token_type_ids", fed.token_types)
         )
 
 
@@ -207,15 +207,17 @@ def test_the_plans_tokens_are_those_that_are_fed(
     plan = plan_frames(info, FrameOptions(nframes=frames), checkpoint.geometry)
     count = len(plan.times)
     request = Request("a", "What?", picture(0, count, plan.height, plan.width), fps=plan.fps)
-    fed = checkpoint.inputs(request)
-    assert len(fed.visual) == plan.tokens
-    assert fed.ids.shape[1] == plan.tokens + checkpoint.prompt_tokens("What?", count, plan.fps)
+    fed = checkpoint.preprocess(request)
+    assert len(fed.visual_positions) == plan.tokens
+    assert fed.ids.shape[1] == plan.tokens + checkpoint.count_prompt_tokens(
+        "What?", count, plan.fps
+    )
 
 
 def test_a_timed_prompt_grows_with_frames_and_time(families: Callable[[str], Path]) -> None:
     checkpoint = Checkpoint.load(str(families("qwen3_vl")))
     counts = [
-        checkpoint.prompt_tokens("What?", frames, fps)
+        checkpoint.count_prompt_tokens("What?", frames, fps)
         for frames, fps in ((2, 2.0), (8, 2.0), (8, 0.01))
     ]
     assert counts[0] < counts[1] < counts[2]
@@ -236,7 +238,7 @@ def test_videos_of_unequal_lengths_where_all_frames_have_one_size(
         videos=(picture(2, 3, 56, 56),),
         sampling=Sampling(16),
     )
-    fed = engine.checkpoint.inputs(request)
+    fed = engine.checkpoint.preprocess(request)
     assert fed.video_patches is not None
     with torch.no_grad():
         features = [
@@ -299,4 +301,4 @@ def test_what_cannot_be_driven_is_refused_from_its_configuration(case: str, tmp_
     ],
 )
 def test_what_can_be_driven_is_not(config: Any) -> None:
-    assert refusal(config, writer_of(config)) is None
+    assert unsupported_reason(config, generation_class(config)) is None

@@ -166,7 +166,7 @@ def test_a_generation_configs_own_stops_are_kept(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
     engine = Engine.load(str(folder))
-    fed = engine.checkpoint.inputs(Request("a", "square"))
+    fed = engine.checkpoint.preprocess(Request("a", "square"))
     hf = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     out = hf.generate(
         input_ids=fed.ids,

@@ -11,8 +11,8 @@ from torch import nn
 
 from std_core.engine.engine import Engine
 from std_core.kernels.sparse_linear import sparsify
-from std_core.model.drafters import SparseLinear, drafter_of, projections
-from std_core.model.sparsity import recorded, thresholds
+from std_core.model.drafters import SparseLinear, build_drafter, projections
+from std_core.model.sparsity import calibrate_thresholds, record_projection_inputs
 from std_core.types import Draft, Request, Sampling
 
 
@@ -33,7 +33,7 @@ def test_a_layer_reads_the_share_that_was_asked_for(keep: float, seed: int) -> N
     decoder = _Decoder()
     rng = torch.Generator().manual_seed(seed)
     seen = {name: torch.randn(200, 64, generator=rng) for name, _ in projections(decoder)}
-    found = thresholds(decoder, seen, keep)
+    found = calibrate_thresholds(decoder, seen, keep)
     assert set(found) == set(seen)
     for layer in ("0", "1"):
         read = total = 0.0
@@ -53,21 +53,21 @@ def test_channels_are_given_up_where_that_costs_least() -> None:
     for name in seen:
         if name.endswith("big"):
             seen[name][:, 8:] *= 0.01
-    found = thresholds(decoder, seen, 0.5)
+    found = calibrate_thresholds(decoder, seen, 0.5)
     share = {name: float((x.abs() > found[name]).float().mean()) for name, x in seen.items()}
     assert share["layers.0.big"] < 0.45 < 0.6 < share["layers.0.small"]
 
 
 def test_activations_are_recorded_and_the_model_stays_as_it_was(engine: Engine) -> None:
     decoder = engine.model.decoder
-    with recorded(decoder) as seen:
+    with record_projection_inputs(decoder) as seen:
         decoder.layers[0].mlp(torch.randn(1, 3, 192))
     decoder.layers[0].mlp(torch.randn(1, 3, 192))
     assert {name: x.shape[0] for name, x in seen.items()} == {
         f"layers.0.mlp.{p}_proj": 3 for p in ("gate", "up", "down")
     }
     names = [name for name, _ in projections(decoder)]
-    cheap = drafter_of(
+    cheap = build_drafter(
         engine.model, Draft("full", channels=0.5, depth=0.4), dict.fromkeys(names, 0.1)
     )
     assert len(names) == 7 * 5 and [name for name, _ in projections(decoder)] == names

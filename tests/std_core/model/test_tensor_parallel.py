@@ -18,8 +18,8 @@ import pytest
 
 from pipeline.config import CONF, ROOT
 from std_core.engine.engine import Engine
-from std_core.model.drafters import weight_bytes
-from std_core.model.tensor_parallel import Ranks, _find
+from std_core.model.drafters import step_weight_bytes
+from std_core.model.tensor_parallel import TensorParallelGroup, _find
 from std_core.types import Draft, Pace, Request, Result, Sampling
 
 DRAFTS = {
@@ -176,13 +176,13 @@ def test_a_family_without_a_plan_and_a_head_that_is_tied(
         == {r.request_id: r.token_ids for r in alone.run(few[:2], None)}
     )
     assert first.kv_heads == 1
-    assert 0.49 < first.weights / weight_bytes(alone.model) < 0.51
+    assert 0.49 < first.weights / step_weight_bytes(alone.model) < 0.51
 
 
 def test_each_rank_holds_half(answers: dict[str, tuple[Answer, Answer]], engine: Engine) -> None:
     for answer in answers["std"]:
         assert 2 * answer.kv_heads == engine.model.kv_heads == 2
-        assert 0.49 < answer.weights / weight_bytes(engine.model) < 0.51
+        assert 0.49 < answer.weights / step_weight_bytes(engine.model) < 0.51
 
 
 def test_draws_without_a_seed_are_the_same_on_both(
@@ -220,7 +220,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_loaded(tiny_model:
     with pytest.raises(ValueError, match="one device"):
         Engine.load(str(tiny_model), tensor_parallel_size=2, pipeline_parallel_size=2)
     with pytest.raises(ValueError, match="strict is for one or two ranks, not 3"):
-        Engine(SimpleNamespace(ranks=Ranks(3)), SimpleNamespace(), strict=9)  # type: ignore[arg-type]
+        Engine(SimpleNamespace(ranks=TensorParallelGroup(3)), SimpleNamespace(), strict=9)  # type: ignore[arg-type]
 
 
 def test_a_request_that_another_rank_was_never_given(few: list[Request]) -> None:

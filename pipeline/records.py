@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from std_core.types import Draft, Pace, RequestError, Result
+from std_core.types import Draft, GammaSchedule, RequestError, Result
 
 ERROR_CODES = frozenset(
     {
@@ -192,7 +192,7 @@ class DraftOption:
         row_round_s: of a round, each row's share, before any correction by what was seen.
         row_draft_token_s: that a drafted token more would add to it.
         memory: bytes by what they are for, at `slots` × the longest request.
-        pace: γ of each round, where it is free; else it is the draft's.
+        gamma_schedule: γ of each round; None: the draft's own γ throughout.
     """
 
     draft: Draft | None
@@ -205,14 +205,14 @@ class DraftOption:
     row_round_s: float = 0.0
     row_draft_token_s: float = 0.0
     memory: tuple[tuple[str, float], ...] = ()
-    pace: Pace | None = None
+    gamma_schedule: GammaSchedule | None = None
 
     @property
     def widest_draft(self) -> Draft | None:
         """The draft with the largest γ that any of its rounds may have."""
-        if self.draft is None or self.pace is None:
+        if self.draft is None or self.gamma_schedule is None:
             return self.draft
-        return replace(self.draft, gamma=max(self.draft.gamma, self.pace.most))
+        return replace(self.draft, gamma=max(self.draft.gamma, self.gamma_schedule.max_gamma))
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class EngineConfig:
 
     draft: Draft | None  # with the largest γ that any round may have
     max_num_seqs: int
-    pace: Pace | None = field(default=None, compare=False)
+    gamma_schedule: GammaSchedule | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -240,14 +240,14 @@ class Wave:
     options: tuple[DraftOption, ...] = ()
 
     @property
-    def pace(self) -> Pace | None:
+    def gamma_schedule(self) -> GammaSchedule | None:
         """γ of each round, where that is not the draft's own throughout."""
-        return self.options[0].pace if self.options else None
+        return self.options[0].gamma_schedule if self.options else None
 
     @property
     def engine_config(self) -> EngineConfig:
         draft = self.options[0].widest_draft if self.options else self.draft
-        return EngineConfig(draft, self.max_num_seqs, self.pace)
+        return EngineConfig(draft, self.max_num_seqs, self.gamma_schedule)
 
 
 @dataclass(frozen=True)

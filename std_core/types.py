@@ -1,11 +1,11 @@
 """The records that cross the decoding core's border. Filled by: the caller (`Request`, `Sampling`,
-`Draft`), the plan (`Pace`), the checkpoint (`Geometry`), the engine (`Result`, `Counters`)."""
+`Draft`), the plan (`GammaSchedule`), the checkpoint (`Geometry`), the engine (`Result`, `Counters`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if (
     TYPE_CHECKING
@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "error"]
 WEIGHT_BITS = {"int8": 8, "int4": 4}
 # Last tokens of a prompt by whose attention the policy `snapkv` selects (Crossover §4.1).
 OBSERVATION_WINDOW = 64
-ROUNDS = 3  # that have drafted, below which they say nothing about a draft
+MIN_DRAFTED_ROUNDS = 3  # that have drafted, below which they say nothing about a draft
 
 
 class RequestError(Exception):
@@ -175,23 +175,23 @@ class Draft:
             raise ValueError(
                 "channels are calibrated on the model itself: they do not go with a second model"
             )
-        if self.policy == "ngram" and (self.cheaper or self.model):
+        if self.policy == "ngram" and (self.reads_fewer_weights or self.model):
             raise ValueError(
                 "ngram drafts without a model: depth, channels, weights and model do not go with it"
             )
 
     @property
-    def stands_alone(self) -> bool:
+    def supports_unverified(self) -> bool:
         """Whether what it drafts can be taken for a text without verification (`mode=sparse`)."""
         return not (self.policy == "ngram" or self.model or self.depth < 1)
 
     def check_unverified(self) -> None:
         """Raises ValueError where the draft's text cannot stand for itself (`mode=sparse`)."""
-        if not self.stands_alone:
+        if not self.supports_unverified:
             raise ValueError("mode sparse takes a selection or activation sparsity, no other draft")
 
     @property
-    def cheaper(self) -> bool:
+    def reads_fewer_weights(self) -> bool:
         """Whether it computes with less than the weights of its model."""
         return self.depth < 1 or self.channels < 1 or self.weights != "full"
 
@@ -201,46 +201,60 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How many tokens a round drafts, in the place of a draft's one γ: by the rows that take part
-    in it, and by how many of the first tokens that were drafted lately have been accepted, which no
-    γ makes more or less likely.
+class GammaSchedule:
+    """γ per number of running rows and recent acceptance, in place of a draft's fixed γ.
 
-    Args: gammas: γ by [rows - 1][class of acceptance], whose classes divide 0 to 1 evenly; 0 is a
-        dense step. With more
-            rows than it knows, as with the most of them.
-        expected: a, the acceptance that is reckoned with until some is seen.
+    Acceptance is that of the first drafted token, which does not depend on γ.
+
+    Args:
+        gammas: γ by [rows - 1][acceptance class]. The classes divide [0, 1] evenly; 0 is a dense
+            step. More rows than the table has use its last entry.
+        expected_acceptance: acceptance that is assumed until enough rounds have drafted.
+
+    Raises:
+        ValueError: the table is empty, has an empty entry, or a negative γ.
     """
 
     gammas: tuple[tuple[int, ...], ...]
-    expected: float
+    expected_acceptance: float
 
     def __post_init__(self) -> None:
-        if not self.gammas or not all(self.gammas) or self.least < 0:
+        if not self.gammas or not all(self.gammas) or self.min_gamma < 0:
             raise ValueError(
-                "a pace needs γ of 0 or more for each number of rows and class of acceptance"
+                "a gamma schedule needs γ of 0 or more for each number of rows and acceptance class"
             )
 
     @property
-    def least(self) -> int:
+    def min_gamma(self) -> int:
         return min(map(min, self.gammas))
 
     @property
-    def most(self) -> int:
+    def max_gamma(self) -> int:
         return max(map(max, self.gammas))
 
     def gamma(self, rows: int, acceptance: float) -> int:
-        """γ of a round of `rows` rows, one at least."""
+        """γ of a round of `rows` rows (at least 1)."""
         classes = self.gammas[min(rows, len(self.gammas)) - 1]
         return classes[min(int(acceptance * len(classes)), len(classes) - 1)]
 
-    def acceptance(self, rounds: Sequence[tuple[int, int]]) -> float:
-        """a by the last rounds' (accepted first tokens, refused ones), once `ROUNDS` of them have
-        any; the expected one before. That weighs as much as one token."""
-        if sum(map(any, rounds)) < ROUNDS:
-            return self.expected
-        accepted, refused = map(sum, zip(*rounds, strict=True))
-        return (accepted + self.expected) / (accepted + refused + 1)
+    def acceptance(self, rounds: Sequence[FirstTokens]) -> float:
+        """Estimate the acceptance of first tokens from recent rounds.
+
+        The expected acceptance counts as one token. It is returned alone as long as fewer than
+        `MIN_DRAFTED_ROUNDS` of the rounds have drafted.
+        """
+        if sum(r.accepted + r.rejected > 0 for r in rounds) < MIN_DRAFTED_ROUNDS:
+            return self.expected_acceptance
+        accepted = sum(r.accepted for r in rounds)
+        rejected = sum(r.rejected for r in rounds)
+        return (accepted + self.expected_acceptance) / (accepted + rejected + 1)
+
+
+class FirstTokens(NamedTuple):
+    """Rows of a round whose first drafted token was accepted, and rows where it was rejected."""
+
+    accepted: int
+    rejected: int
 
 
 @dataclass(frozen=True)
@@ -252,7 +266,7 @@ class Request:
             `Geometry.frame`.
         videos, images: more of the kind; images are (height, width, 3). Shown in the order frames,
             videos, images.
-        video: names what several requests share, so that it is seen and prefilled once; empty
+        video_id: names what several requests share, so that it is seen and prefilled once; empty
             shares nothing.
         fps: sampled frames per second, for models whose positions or prompts use it.
         times: s, when each of `frames` is shown, for models whose prompts tell it; evenly from 0 if
@@ -262,7 +276,7 @@ class Request:
     request_id: str
     prompt: str
     frames: torch.Tensor | None = None
-    video: str = ""
+    video_id: str = ""
     fps: float = 2.0
     sampling: Sampling = field(default_factory=Sampling)
     videos: tuple[torch.Tensor, ...] = ()
@@ -290,7 +304,7 @@ class Result:
     proposed: int = 0  # of them, without what lay behind the text's end
     accepted: int = 0  # bonus tokens excluded
     accept_counts: tuple[int, ...] = ()  # [i]: rounds in which i drafted tokens were accepted
-    refuse_counts: tuple[int, ...] = ()  # [i]: of those the rounds in which one more was proposed
+    reject_counts: tuple[int, ...] = ()  # [i]: of those the rounds in which one more was proposed
     vision_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

@@ -111,7 +111,7 @@ def measure_profile(model: str, device: str, dtype: str, grid: Grid, threads: in
         _accepted(replace(known, max_num_seqs=max(grid.rows)), grid, asked, found)
         if grid.retrieval:
             for draft, one in retrieval.measured(
-                engine, [d for d in grid.drafts if d.stands_alone], context
+                engine, [d for d in grid.drafts if d.supports_unverified], context
             ).items():
                 found.retrieved.setdefault(draft, []).append(one)
     tried = tuple(_tried(draft, found, _pair(draft, dtype)) for draft in grid.drafts)

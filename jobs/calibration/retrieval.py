@@ -78,7 +78,7 @@ def _scenes(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
                 f"{number}/{place}",
                 prompt=prompt,
                 frames=frames,
-                video=f"retrieval {number}",
+                video_id=f"retrieval {number}",
                 sampling=sampling,
             )
             yield Question(request, checkpoint.preprocess(request), answer)
@@ -106,5 +106,5 @@ def _keys(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
             prompt = torch.tensor([text + ids(f"\nThe key of the {door} door is")])
             name = f"{number}/{door}"
             sampling = Sampling(8, temperature=0.0)
-            asked = Request(name, "", video=f"keys {number}", sampling=sampling)
+            asked = Request(name, "", video_id=f"keys {number}", sampling=sampling)
             yield Question(asked, ModelInputs(prompt, torch.zeros_like(prompt)), key)

@@ -145,7 +145,7 @@ def _requests(
                 name,
                 prompt=prompt,
                 frames=frames,
-                video=str(number),
+                video_id=str(number),
                 fps=fps,
                 sampling=Sampling(MAX_TOKENS),
             )

@@ -270,14 +270,14 @@ def _clips() -> Iterator[Request]:
         "caption",
         prompt=rng.choice(world.CAPTION_PROMPTS),
         frames=clips[0],
-        video="0",
+        video_id="0",
         sampling=_length(rng),
     )
     yield Request(
         "question",
         prompt="Which shape is in scene 2?",
         frames=clips[0],
-        video="0",
+        video_id="0",
         sampling=_length(rng),
     )
     yield Request("text", "Which shapes are there?", sampling=_length(rng))
@@ -293,7 +293,7 @@ def _clips() -> Iterator[Request]:
             f"{at}",
             prompt=f"What is in scene {at}?",
             frames=clips[clip],
-            video=str(clip),
+            video_id=str(clip),
             sampling=_length(rng),
         )
 

@@ -3,7 +3,7 @@ length of the answer, greedy or drawn) the dense loop, every fixed setting and t
 choice, in turn, in one process. JSON comes last.
 
 A cell is a wave as a run has it: more requests than slots, which are filled again as rows finish,
-through the engine; the scheduler's with the pace that goes with it. Its time is that of all rounds,
+through the engine; the scheduler's with its gamma schedule. Its time is that of all rounds,
 and what a draft costs once per row; vision and prefill, which are the same whatever drafts, are
 done before. The oracle is chosen on every second turn and timed, as all others are, on the rest.
 Where no setting is far from the best of each cell, or few are ever the best, there is nothing to
@@ -266,8 +266,8 @@ def _cell(
         for draft, timed in times.items():
             timed.add(list(engine.run(asked, draft, whole.prepare)))
         if chosen.draft is not None:
-            paced = [chosen.pace, *asked]
-            plan.add(list(engine.run(paced, chosen.widest_draft, whole.prepare)))
+            scheduled = [chosen.gamma_schedule, *asked]
+            plan.add(list(engine.run(scheduled, chosen.widest_draft, whole.prepare)))
     return Cell(
         context,
         rows=engine.max_num_seqs,

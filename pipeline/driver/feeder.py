@@ -123,12 +123,11 @@ class Handover:
                 self._request(request, video.parts[request.frames_key][0]) for request in alike
             ]
             numbers = [video.parts[request.frames_key][1] for request in alike]
-            own = replica.fitting(
-                video.turn.wave.engine_config
-            )  # a turn may go through several waves, each at its own pace
-            paced = own if own == setup else setup
+            # a turn may go through several waves, each with its own gamma schedule
+            own = replica.fitting(video.turn.wave.engine_config)
+            scheduled = own if own == setup else setup
             fed = self.backend.feed(
-                replica.engine, wanted, video.pixels, numbers, replica.turn, paced
+                replica.engine, wanted, video.pixels, numbers, replica.turn, scheduled
             )
             self.feeding[fed] = replica, replica.engine, alike, video.pixels
 
@@ -141,7 +140,7 @@ class Handover:
             name,
             prompt=prompt,
             frames=None,
-            video=planned.frames_key,
+            video_id=planned.frames_key,
             fps=frames.fps,
             sampling=sampling,
             times=frames.pts,

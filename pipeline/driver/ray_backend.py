@@ -42,7 +42,7 @@ from pipeline.records import (
 )
 from std_core.cost_model.device_specs import local_device
 from std_core.cost_model.profile import Device
-from std_core.types import Mode, Pace, Request, Result
+from std_core.types import GammaSchedule, Mode, Request, Result
 
 IDLE = 0.005  # s between two looks for a turn
 
@@ -74,7 +74,7 @@ class EngineActor:
         # frames lie in the object store's shared memory, read-only; nobody writes to them
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self.engine = load(model_path(model), address=address, **settings)
-        self.lines: dict[int, queue.SimpleQueue[Request | Pace]] = {}
+        self.lines: dict[int, queue.SimpleQueue[Request | GammaSchedule]] = {}
         self.setups: dict[int, EngineConfig] = {}
         self.passed = 0  # requests and results that came by
 
@@ -98,14 +98,14 @@ class EngineActor:
         setup: EngineConfig,
     ) -> None:
         """Appends requests to a turn's line, each with those of the frames `pixels`, (T, height,
-        width, 3) uint8, that are its own; before them the pace at which they are to be decoded, if
+        width, 3) uint8, that are its own; before them the wave's gamma schedule, if
         any."""
         import torch  # the engine's process has it
 
         frames = torch.from_numpy(pixels)
         line = self.lines.setdefault(turn, queue.SimpleQueue())
-        if setup.pace is not None:
-            line.put(setup.pace)
+        if setup.gamma_schedule is not None:
+            line.put(setup.gamma_schedule)
         for request, own in zip(requests, numbers, strict=True):
             line.put(
                 replace(request, frames=frames if len(own) == len(frames) else frames[list(own)])
@@ -147,7 +147,7 @@ class EngineActor:
         for _ in self.run(mode, leads=False):
             pass
 
-    def _line(self, turn: int, leads: bool) -> Iterator[Request | Pace | None]:
+    def _line(self, turn: int, leads: bool) -> Iterator[Request | GammaSchedule | None]:
         """What is in line; None while nothing is, so that the engine's rows go on meanwhile (the
         driver may be waiting for one of them to free memory)."""
         line = self.lines[turn]

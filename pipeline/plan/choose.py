@@ -16,11 +16,12 @@ from std_core.cost_model.acceptance import AcceptanceCounts, AcceptanceCurve
 from std_core.cost_model.memory import LongestRequest, max_slots, memory_breakdown
 from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import CalibratedDraft, DraftSetupLatency, LatencyModel, Profile
-from std_core.types import Draft, Pace
+from std_core.types import Draft, GammaSchedule
 
 GAIN = 1.05  # predicted, below which a draft is not worth its uncertainty
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
-LEVELS = 20  # classes of a first token's acceptance that a pace tells apart
+# classes of the first token's acceptance in a gamma schedule
+LEVELS = 20
 MEMORY = 0.9  # of a device's, that is planned with
 NONE = AcceptanceCurve((0.0,))  # of the dense loop
 UNKNOWN = AcceptanceCounts(2048, "caption", (80,), (20,))  # of a draft that was not calibrated
@@ -56,7 +57,10 @@ def choose(
     others = [c for c in found if c is not chosen]
     if chosen and chosen.draft is not None:
         chosen = replace(
-            chosen, pace=_pace(chosen, mix, profile, history, setting=setting, gate=not explores)
+            chosen,
+            gamma_schedule=_gamma_schedule(
+                chosen, mix, profile, history, setting=setting, gate=not explores
+            ),
         )
         chosen = replace(
             chosen,
@@ -167,14 +171,14 @@ def _each(tried: CalibratedDraft, setting: WaveConfig) -> list[CalibratedDraft]:
     ]
 
 
-def _pace(
+def _gamma_schedule(
     chosen: DraftOption,
     mix: WaveSummary,
     profile: Profile,
     history: History,
     setting: WaveConfig,
     gate: bool,
-) -> Pace:
+) -> GammaSchedule:
     """What is fastest for any number of rows in a draft's slots and any acceptance, of every γ that
     they have room for and, if it has a gate, of dense steps. A second model, which a dense step
     does not feed, has none."""
@@ -206,7 +210,7 @@ def _pace(
             for level in range(LEVELS)
         )
 
-    return Pace(tuple(map(fastest, range(1, chosen.slots + 1))), expected.at(0))
+    return GammaSchedule(tuple(map(fastest, range(1, chosen.slots + 1))), expected.at(0))
 
 
 def _weighed(

@@ -207,7 +207,9 @@ def _bucket(waves: Sequence[Wave], profile: Profile) -> dict[str, Any]:
 def _candidate(way: DraftOption) -> dict[str, Any]:
     return {
         "draft": name_of(way.draft),
-        "gammas": [way.pace.least, way.pace.most] if way.pace else [],
+        "gammas": [way.gamma_schedule.min_gamma, way.gamma_schedule.max_gamma]
+        if way.gamma_schedule
+        else [],
         "slots": way.slots,
         "acceptance": round(way.acceptance, 3),
         "mb_per_token": round(way.bytes_per_token / 1e6, 3),

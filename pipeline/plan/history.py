@@ -14,7 +14,7 @@ from std_core.cost_model.acceptance import (
     count_accepted_rejected,
     fit_acceptance_curve,
 )
-from std_core.types import ROUNDS, Draft, Result
+from std_core.types import MIN_DRAFTED_ROUNDS, Draft, Result
 
 KEPT = 32  # waves whose figures are kept, the newest
 EVERY = 50  # waves of which one explores
@@ -65,7 +65,7 @@ class History:
             some = [r for r in good if kinds[r.request_id] == kind]
             lengths = _with(lengths, (kind,), statistics.fmean(len(r.token_ids) for r in some))
             # dense rounds of a wave that drafts judge nothing
-            if wave.draft is not None and min(_rounds(some), _judged(some)) >= ROUNDS:
+            if wave.draft is not None and min(_rounds(some), _judged(some)) >= MIN_DRAFTED_ROUNDS:
                 accepts = _with(
                     accepts,
                     (draft_key(wave.draft), kind),
@@ -73,7 +73,7 @@ class History:
                 )
         expected = sum(_foretold(r, wave) for r in good)
         spent = sum(r.decode_s for r in good)
-        if _rounds(good) >= ROUNDS and expected > 0 and spent > 0:
+        if _rounds(good) >= MIN_DRAFTED_ROUNDS and expected > 0 and spent > 0:
             speeds = _with(speeds, (draft_key(wave.draft),), spent / expected)
         return replace(self, accepts=accepts, speeds=speeds, lengths=lengths)
 
@@ -112,7 +112,7 @@ def _rounds(results: Sequence[Result]) -> int:
 
 def _judged(results: Sequence[Result]) -> int:
     """Drafted tokens that were accepted, and those that ended a round."""
-    return sum(r.accepted + sum(r.refuse_counts) for r in results)
+    return sum(r.accepted + sum(r.reject_counts) for r in results)
 
 
 def _foretold(result: Result, wave: Wave) -> float:

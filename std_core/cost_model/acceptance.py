@@ -105,6 +105,6 @@ def count_accepted_rejected(results: Sequence[Result]) -> tuple[tuple[int, ...],
     """
     places = range(max((len(r.accept_counts) for r in results), default=1) - 1)
     accepted = [sum(sum(r.accept_counts[place + 1 :]) for r in results) for place in places]
-    rejected = [sum(sum(r.refuse_counts[place : place + 1]) for r in results) for place in places]
+    rejected = [sum(sum(r.reject_counts[place : place + 1]) for r in results) for place in places]
     observed = max((place + 1 for place in places if accepted[place] + rejected[place]), default=0)
     return tuple(accepted[:observed]), tuple(rejected[:observed])

@@ -1,5 +1,5 @@
 """The processors of logits that requests can ask for, for all rows at once and with lengths on the
-device: what rounds bend logits with. Bit for bit what `sampling.bend` has from transformers' own,
+device: what rounds bend logits with. Bit for bit what `sampling.process_logits` has from transformers' own,
 row by row."""
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class LogitsProcessors:
 
     @classmethod
     def of(
-        cls, rules: Sequence[ResolvedSampling | None], vocabulary: int, device: torch.device
+        cls, samplings: Sequence[ResolvedSampling | None], vocabulary: int, device: torch.device
     ) -> LogitsProcessors | None:
         """None where a row has a processor that is not known here."""
-        rows = [_row(rule.processors if rule is not None else [], vocabulary) for rule in rules]
+        rows = [_row(rule.processors if rule is not None else [], vocabulary) for rule in samplings]
         if not all(rows):
             return None
         penalty, least, temperature, top_k, tail, stops = zip(
@@ -71,7 +71,7 @@ class LogitsProcessors:
     def apply(
         self, logits: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """As `sampling.bend`, and like it at times in place: logits (B, T, vocabulary); history (B,
+        """As `sampling.process_logits`, and like it at times in place: logits (B, T, vocabulary); history (B,
         capacity), of which `lengths` (B,) lie before the first position."""
         scores = logits.float()
         if self.penalises:

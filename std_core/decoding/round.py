@@ -13,13 +13,18 @@ import torch.nn.functional as F
 
 from std_core.decoding.accept import accept_equal, accept_sampled
 from std_core.decoding.logits import LogitsProcessors
-from std_core.decoding.token_sampling import ResolvedSampling, SamplingState, bend, choose
+from std_core.decoding.token_sampling import (
+    ResolvedSampling,
+    SamplingState,
+    process_logits,
+    sample_tokens,
+)
 from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.cache import AttentionProbe, DecodeStep, KVCache
 from std_core.model.model import Model
 
 # What a draft reads: the rows' own caches; a view with the kept entries; a second model's cache.
-View = Literal["own", "kept", "second"]
+DraftView = Literal["target", "selected", "draft_model"]
 
 
 @dataclass
@@ -28,42 +33,42 @@ class Slots:
     `decode_round`."""
 
     prefix: KVCache  # what questions on one video share
-    own: KVCache  # each row's entries behind it
+    suffix: KVCache  # each row's entries behind it
     draft: KVCache  # the draft's view of each row, unless it reads the two above
-    length: torch.Tensor  # (B,) entries in `own`
+    length: torch.Tensor  # (B,) entries in `suffix`
     draft_length: torch.Tensor  # (B,) entries in `draft`
     position: torch.Tensor  # (B,) M-RoPE position of the row's last token
     total: torch.Tensor  # (B,) tokens of prompt and output
-    written: torch.Tensor  # (B,) tokens of the output
-    left: torch.Tensor  # (B,) tokens it may still write
+    generated: torch.Tensor  # (B,) tokens of the output
+    remaining: torch.Tensor  # (B,) tokens it may still write
     active: torch.Tensor  # (B,) bool
     history: (
         torch.Tensor
     )  # (B, capacity) ids of prompt, output and, behind them, the draft under way
     stop_ids: torch.Tensor  # (B, n) padded with -1
-    rules: list[ResolvedSampling | None]
-    draws: SamplingState
+    samplings: list[ResolvedSampling | None]
+    sampling_state: SamplingState
     groups: PrefixGroups
     generator: torch.Generator
     vocabulary: int
-    view: View = "own"
+    view: DraftView = "target"
     strict: int = (
         0  # tokens per row to which every verification is padded, if its shape is to be fixed
     )
-    bends: LogitsProcessors | None = (
+    logits_processors: LogitsProcessors | None = (
         None  # the rows' processors in tensors, unless there is one that is not known there
     )
     # entries that a round may write behind a row's: room made at admission. 0: rounds make their
     # own
-    ahead: int = 0
+    headroom: int = 0
 
     @classmethod
     def empty(cls, model: Model, count: int, generator: torch.Generator, strict: int = 0) -> Slots:
         """Without a row. Views are made by who knows the draft."""
-        length, draft_length, position, total, written, left = torch.zeros(
+        length, draft_length, position, total, generated, remaining = torch.zeros(
             6, count, dtype=torch.long, device=model.device
         )
-        rules: list[ResolvedSampling | None] = [None] * count
+        samplings: list[ResolvedSampling | None] = [None] * count
         return cls(
             model.new_cache(count),
             model.new_cache(count),
@@ -72,13 +77,13 @@ class Slots:
             draft_length,
             position,
             total,
-            written,
-            left,
+            generated,
+            remaining,
             active=torch.zeros(count, dtype=torch.bool, device=model.device),
             history=torch.zeros(count, 0, dtype=torch.long, device=model.device),
             stop_ids=torch.full((count, 1), -1, device=model.device),
-            rules=rules,
-            draws=SamplingState.of(rules, generator),
+            samplings=samplings,
+            sampling_state=SamplingState.of(samplings, generator),
             groups=PrefixGroups.from_lists([-1] * count, [], model.device),
             generator=generator,
             vocabulary=model.vocab_size,
@@ -95,26 +100,26 @@ class Slots:
         places = self.total[:, None] + torch.arange(ahead - count, ahead, device=self.total.device)
         return self.history.gather(1, places.clamp(min=0))
 
-    def bent(self, logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def process_logits(self, logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Scores as each row's sampling has them; logits (B, T, vocabulary) behind `lengths` (B,)
         tokens."""
-        if self.bends is not None:
-            return self.bends.apply(logits, self.history, lengths)
-        return bend(logits, self.rules, self.history, lengths)
+        if self.logits_processors is not None:
+            return self.logits_processors.apply(logits, self.history, lengths)
+        return process_logits(logits, self.samplings, self.history, lengths)
 
-    def drafts_view(self, ahead: int) -> DecodeStep:
+    def draft_step_kv(self, ahead: int) -> DecodeStep:
         """Caches for a draft step whose first token stands `ahead` places behind a row's last."""
-        if self.view == "own":  # what is written here, the verification writes over
-            return DecodeStep(self.own, self.length + ahead, self.prefix, self.groups)
+        if self.view == "target":  # what is written here, the verification writes over
+            return DecodeStep(self.suffix, self.length + ahead, self.prefix, self.groups)
         return DecodeStep(self.draft, (self.draft_length + ahead).clamp(min=0))
 
     def reserve(self, width: int) -> None:
         """Room for a round of `width` tokens; rejected ones and those of finished rows are written
         too."""
-        if self.ahead:  # it is there, and asking for lengths would wait for the device
+        if self.headroom:  # it is there, and asking for lengths would wait for the device
             return
-        self.own.reserve(int(self.length.max()) + width)
-        if self.view != "own":
+        self.suffix.reserve(int(self.length.max()) + width)
+        if self.view != "target":
             self.draft.reserve(int(self.draft_length.max()) + width)
         self.reserve_history(int(self.total.max()) + width)
 
@@ -155,32 +160,32 @@ class Round:
         return [(row[: row[-5]], *row[-5:-2], bool(row[-2]), bool(row[-1])) for row in rows]
 
 
-Drafting = Callable[[Slots, int], Drafted]
+Proposer = Callable[[Slots, int], Drafted]
 
 
 @torch.inference_mode()
 def decode_round(
-    model: Model, slots: Slots, drafting: Drafting, gamma: int, look: AttentionProbe | None = None
+    model: Model, slots: Slots, propose: Proposer, gamma: int, look: AttentionProbe | None = None
 ) -> Round:
     """Moves all active rows on by 1 to γ + 1 tokens.
 
     Args:
-        drafting: `look_up`, or `draft` with the model that drafts.
+        drafting: `prompt_lookup`, or `draft` with the model that drafts.
         gamma: γ; 0 is the dense step.
         look: gathers where the verified tokens look.
     """
     slots.reserve(max(gamma + 1, slots.strict))
-    drafted = drafting(slots, gamma)
+    drafted = propose(slots, gamma)
     scores, broken = verify(model, slots, drafted.tokens, look)
     tokens, accepted = accept(slots, drafted, scores)
     return commit(slots, tokens, accepted, broken)
 
 
 @torch.inference_mode()
-def unverified_round(slots: Slots, drafting: Drafting, gamma: int) -> Round:
+def unverified_round(slots: Slots, propose: Proposer, gamma: int) -> Round:
     """Moves all active rows on by γ tokens that nobody verifies: lossy, for `mode=sparse` alone."""
     slots.reserve(gamma + 1)
-    drafted = drafting(slots, gamma)
+    drafted = propose(slots, gamma)
     everything = torch.full_like(slots.total, gamma - 1)
     return commit(slots, drafted.tokens, everything, drafted.broken)
 
@@ -192,25 +197,25 @@ def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
     broken = torch.zeros_like(slots.active)
     # after a round that was accepted whole, a second model's cache lacks the last token but one: it
     # is fed again
-    back = int(slots.view == "second")
+    back = int(slots.view == "draft_model")
     for i in range(gamma):
         fed = slots.newest(1 + back, i)
         positions = slots.position[:, None] + torch.arange(i - back, i + 1, device=fed.device)
-        logits = drafter.step(fed, positions, slots.drafts_view(i - back))[:, -1:]
+        logits = drafter.step(fed, positions, slots.draft_step_kv(i - back))[:, -1:]
         back = 0
-        scores = slots.bent(logits, slots.total + i)
-        token = choose(scores, slots.draws, slots.written[:, None] + i)
+        scores = slots.process_logits(logits, slots.total + i)
+        token = sample_tokens(scores, slots.sampling_state, slots.generated[:, None] + i)
         broken |= ~scores.gather(2, token[..., None])[
             :, 0, 0
         ].isfinite()  # the maximum is NaN if anything is
         slots.history.scatter_(1, (slots.total + i)[:, None], token)
         tokens.append(token)
-        if slots.draws.fresh:
+        if slots.sampling_state.fresh:
             q.append(scores.softmax(-1))
     return Drafted(torch.cat(tokens, dim=1), torch.cat(q, dim=1) if q else None, broken)
 
 
-def look_up(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
+def prompt_lookup(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
     """Prompt lookup: what followed the newest earlier appearance of the row's last words. Longer
     matches go first; a row without any drafts its last token again."""
     places = torch.arange(slots.history.shape[1], device=slots.history.device)
@@ -234,7 +239,7 @@ def look_up(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
     slots.history.scatter_(
         1, slots.total[:, None] + torch.arange(gamma, device=places.device), tokens
     )
-    if not slots.draws.fresh:
+    if not slots.sampling_state.fresh:
         return Drafted(tokens)
     return Drafted(tokens, F.one_hot(tokens, slots.vocabulary).float())
 
@@ -248,9 +253,9 @@ def verify(
     width = tokens.shape[1]
     tokens = F.pad(tokens, (0, max(0, slots.strict - width)))
     positions = slots.position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-    mirror = (slots.draft, slots.draft_length) if slots.view == "kept" else None
+    mirror = (slots.draft, slots.draft_length) if slots.view == "selected" else None
     kv = DecodeStep(
-        slots.own,
+        slots.suffix,
         lengths=slots.length,
         prefix=slots.prefix,
         groups=slots.groups,
@@ -262,25 +267,25 @@ def verify(
     broken = ~logits.sum(-1).isfinite().all(
         -1
     )  # a sum shows what is not finite at a fiftieth of the cost
-    return slots.bent(logits, slots.total), broken
+    return slots.process_logits(logits, slots.total), broken
 
 
 def accept(
     slots: Slots, drafted: Drafted, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (B, γ + 1) of which the first n + 1 are the round's, and n (B,)."""
-    places = slots.written[:, None] + torch.arange(scores.shape[1], device=scores.device)
-    tokens = choose(scores, slots.draws, places)
+    places = slots.generated[:, None] + torch.arange(scores.shape[1], device=scores.device)
+    tokens = sample_tokens(scores, slots.sampling_state, places)
     accepted = accept_equal(drafted.tokens, tokens)
-    if slots.draws.fresh and drafted.q is not None:
+    if slots.sampling_state.fresh and drafted.q is not None:
         p = scores.softmax(-1).nan_to_num_(
             nan=1.0
         )  # a broken row draws anything and is ended by the engine
         n, drawn = accept_sampled(
             drafted.tokens, drafted.q.nan_to_num_(nan=1.0), p, slots.generator
         )
-        tokens = torch.where(slots.draws.unseeded[:, None], drawn, tokens)
-        accepted = torch.where(slots.draws.unseeded, n, accepted)
+        tokens = torch.where(slots.sampling_state.unseeded[:, None], drawn, tokens)
+        accepted = torch.where(slots.sampling_state.unseeded, n, accepted)
     return tokens, accepted
 
 
@@ -292,11 +297,11 @@ def commit(
     places = torch.arange(tokens.shape[1], device=tokens.device)
     stops = (tokens[..., None] == slots.stop_ids[:, None]).any(-1) & (places <= accepted[:, None])
     first_stop = torch.where(stops.any(1), stops.long().argmax(1), tokens.shape[1])
-    kept = torch.minimum(torch.minimum(accepted, first_stop) + 1, slots.left) * slots.active
+    kept = torch.minimum(torch.minimum(accepted, first_stop) + 1, slots.remaining) * slots.active
     slots.history.scatter_(1, slots.total[:, None] + places, tokens)
-    for count in (slots.length, slots.draft_length, slots.position, slots.total, slots.written):
+    for count in (slots.length, slots.draft_length, slots.position, slots.total, slots.generated):
         count += kept
-    slots.left -= kept
+    slots.remaining -= kept
     proposed = torch.where(kept <= accepted, kept, tokens.shape[1] - 1)
     stopped = (first_stop < kept) & slots.active
     broken = torch.zeros_like(stopped) if broken is None else broken & slots.active

@@ -34,7 +34,7 @@ class ResolvedSampling:
     seed: int | None
 
 
-def settle(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> ResolvedSampling:
+def resolve_sampling(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> ResolvedSampling:
     """What a request's sampling comes to with a checkpoint's generation configuration.
 
     Args:
@@ -72,9 +72,9 @@ def settle(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> ResolvedSamplin
     )
 
 
-def bend(
+def process_logits(
     logits: torch.Tensor,
-    rules: list[ResolvedSampling | None],
+    samplings: list[ResolvedSampling | None],
     history: torch.Tensor,
     lengths: torch.Tensor,
 ) -> torch.Tensor:
@@ -86,7 +86,7 @@ def bend(
         more.
     """
     scores = logits.float()
-    for row, rule in enumerate(rules):
+    for row, rule in enumerate(samplings):
         if rule is not None and rule.processors:
             seen = int(lengths[row])
             for t in range(scores.shape[1]):
@@ -95,17 +95,19 @@ def bend(
     return scores
 
 
-def choose(scores: torch.Tensor, draws: SamplingState, places: torch.Tensor) -> torch.Tensor:
+def sample_tokens(
+    scores: torch.Tensor, sampling_state: SamplingState, places: torch.Tensor
+) -> torch.Tensor:
     """(B, T) tokens: the maximum of scores and noise.
 
     Args:
         places: (B, T) of the chosen token in its row's output, from 0.
     """
-    if not draws.sampled:
+    if not sampling_state.sampled:
         return scores.argmax(-1)
-    if not draws.fresh:
-        return keyed_sample(scores, draws.seeds, draws.seeded, places)
-    return noisy_argmax(scores, places, draws.noise)
+    if not sampling_state.fresh:
+        return keyed_sample(scores, sampling_state.seeds, sampling_state.seeded, places)
+    return noisy_argmax(scores, places, sampling_state.noise)
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,15 @@ class SamplingState:
     fresh: bool  # any row without a seed
 
     @classmethod
-    def of(cls, rules: list[ResolvedSampling | None], generator: torch.Generator) -> SamplingState:
+    def of(
+        cls, samplings: list[ResolvedSampling | None], generator: torch.Generator
+    ) -> SamplingState:
         device = generator.device
-        seeded = [r is not None and r.seed is not None for r in rules]
-        unseeded = [r is not None and r.sample and r.seed is None for r in rules]
-        seeds = torch.tensor([r.seed if r is not None and r.seed is not None else 0 for r in rules])
+        seeded = [r is not None and r.seed is not None for r in samplings]
+        unseeded = [r is not None and r.sample and r.seed is None for r in samplings]
+        seeds = torch.tensor(
+            [r.seed if r is not None and r.seed is not None else 0 for r in samplings]
+        )
         return cls(
             seeds.to(device),
             torch.tensor(seeded).to(device),

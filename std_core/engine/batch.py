@@ -16,23 +16,23 @@ import torch
 
 from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import (
-    Drafting,
+    DraftView,
+    Proposer,
     Round,
     Slots,
-    View,
     decode_round,
     draft,
-    look_up,
+    prompt_lookup,
     unverified_round,
 )
 from std_core.decoding.token_sampling import SamplingState
-from std_core.engine.cuda_graphs import Captured, recorder_of
+from std_core.engine.cuda_graphs import CapturedRounds, graph_recorder
 from std_core.engine.prefill import Pieces, Prefill
 from std_core.engine.refresh import look_of, reselect
 from std_core.engine.row import Row
 from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.checkpoint import ModelInputs
-from std_core.types import Draft, Mode, Pace, Request, RequestError, Result
+from std_core.types import Draft, FirstTokens, GammaSchedule, Mode, Request, RequestError, Result
 
 if TYPE_CHECKING:
     from std_core.engine.engine import Engine
@@ -65,11 +65,11 @@ class Batch:
         self.draft = draft
         self.mode = mode
         self.gamma = draft.gamma if draft else 0  # of each round; at most, once there is a pace
-        self.pace: Pace | None = None
+        self.gamma_schedule: GammaSchedule | None = None
         # (accepted tokens, refusals) of each. Dense rounds show nothing and push out those that
         # have closed the gate: it opens again with what is expected, for `ROUNDS` of `LATELY`
         # rounds if they are as bad
-        self.lately: deque[tuple[int, int]] = deque(maxlen=LATELY)
+        self.lately: deque[FirstTokens] = deque(maxlen=LATELY)
         generator = torch.Generator(self.model.device).manual_seed(engine.seed)
         self.slots = Slots.empty(self.model, engine.max_num_seqs, generator, engine.strict)
         self.slots.view = _view_of(draft)
@@ -82,11 +82,13 @@ class Batch:
         )
         self.unseen = 0  # rounds since drafts chose again
         self.captured = (
-            Captured(self.slots, recorder) if (recorder := recorder_of(self.model)) else None
+            CapturedRounds(self.slots, recorder)
+            if (recorder := graph_recorder(self.model))
+            else None
         )
-        self.slots.ahead = max(self.gamma + 1, engine.strict) if self.captured else 0
+        self.slots.headroom = max(self.gamma + 1, engine.strict) if self.captured else 0
 
-    def through(self, waiting: Iterator[Request | Pace | None]) -> Iterator[Result]:
+    def run(self, waiting: Iterator[Request | GammaSchedule | None]) -> Iterator[Result]:
         admission: Pieces | None = None
         slot = 0
         more = True
@@ -106,24 +108,24 @@ class Batch:
                     yield arrived
                 else:
                     self.rows[slot] = arrived
-                    self._regroup()
+                    self.update_slots()
             comes = admission is not None or (more and not late and None in self.rows)
             if any(self.rows) and not comes:
                 yield from self._round()
             elif late:
                 time.sleep(IDLE)
 
-    def _offered(self, waiting: Iterator[Request | Pace | None]) -> object:
+    def _offered(self, waiting: Iterator[Request | GammaSchedule | None]) -> object:
         """The next of a stream, `_END` if there is none; a pace is taken on the way."""
-        while isinstance(offered := next(waiting, _END), Pace):
-            if offered.most > self.gamma:
+        while isinstance(offered := next(waiting, _END), GammaSchedule):
+            if offered.max_gamma > self.gamma:
                 raise ValueError(
-                    f"a pace of up to {offered.most} tokens a round needs a draft of that γ at least"
+                    f"a pace of up to {offered.max_gamma} tokens a round needs a draft of that γ at least"
                 )
-            self.pace = offered
+            self.gamma_schedule = offered
         return offered
 
-    def seat(self, requests: Sequence[Request]) -> float:
+    def prefill_slots(self, requests: Sequence[Request]) -> float:
         """Fills the first slots and runs no round, for callers who run rounds themselves; returns
         the seconds it took behind the vision tower.
 
@@ -140,7 +142,7 @@ class Batch:
                     f"request {request.request_id!r} ended at once: {arrived.error or arrived.text!r}"
                 )
             self.rows[slot] = arrived
-        self._regroup()
+        self.update_slots()
         return sum(row.prefill_s for row in self.rows if row is not None)
 
     def _chunk(self, admission: Pieces) -> Row | Result | None:
@@ -151,25 +153,29 @@ class Batch:
             return done.value
         return None
 
-    def _regroup(self) -> None:
+    def update_slots(self) -> None:
         """What the slots' tensors say of who sits where, after a row has come or gone."""
         slots = self.slots
         device = self.model.device
-        rules = [row.rule if row is not None else None for row in self.rows]
-        slots.rules = rules
-        slots.draws = SamplingState.of(rules, slots.generator)
-        slots.bends = LogitsProcessors.of(rules, slots.vocabulary, device)
+        samplings = [row.rule if row is not None else None for row in self.rows]
+        slots.samplings = samplings
+        slots.sampling_state = SamplingState.of(samplings, slots.generator)
+        slots.logits_processors = LogitsProcessors.of(samplings, slots.vocabulary, device)
         slots.active = torch.tensor([row is not None for row in self.rows], device=device)
-        most = max(len(rule.stop_ids) for rule in rules if rule is not None) if any(rules) else 0
+        most = (
+            max(len(rule.stop_ids) for rule in samplings if rule is not None)
+            if any(samplings)
+            else 0
+        )
         stops = [
             [*(rule.stop_ids if rule else ()), *[-1] * most][: max(most, 1)] or [-1]
-            for rule in rules
+            for rule in samplings
         ]
         slots.stop_ids = torch.tensor(stops, device=device)
         prefix_of_row = [row.prefix if row is not None else -1 for row in self.rows]
         lengths = [p.length for p in self.prefill.prefixes]
         slots.groups = PrefixGroups.from_lists(
-            prefix_of_row, lengths, device, bool(self.engine.strict or slots.ahead)
+            prefix_of_row, lengths, device, bool(self.engine.strict or slots.headroom)
         )
 
     # --------------------------------------------------------------------------------------- rounds
@@ -199,7 +205,7 @@ class Batch:
                 accepted = proposed = 0
             refused = accepted < proposed  # where a row's end cuts a round, both are what was kept
             row.accept_counts[accepted] += 1
-            row.refuse_counts[accepted] += refused
+            row.reject_counts[accepted] += refused
             row.proposed += proposed
             taken = taken + (accepted > 0)
             lost = lost + (refused and not accepted)
@@ -210,60 +216,60 @@ class Batch:
                 )
             elif reason := row.ends(stopped, decode):
                 finished.append((slot, row.result(reason, decode)))
-        self.lately.append((taken, lost))
+        self.lately.append(FirstTokens(taken, lost))
         for slot, _ in finished:
             self.rows[slot] = None
             for count in (
                 self.slots.length,
                 self.slots.draft_length,
                 self.slots.total,
-                self.slots.written,
+                self.slots.generated,
             ):
                 count[slot] = 0
         if finished:
-            self._regroup()
+            self.update_slots()
         yield from (result for _, result in finished)
 
     def _gamma(self) -> int:
         """γ of the next round: by counts alone, so that the same requests in the same order give
         the same rounds, on every rank."""
-        if self.pace is None or self.mode == "sparse":
+        if self.gamma_schedule is None or self.mode == "sparse":
             return self.gamma
-        gamma = self.pace.gamma(
-            sum(row is not None for row in self.rows), self.pace.acceptance(self.lately)
+        gamma = self.gamma_schedule.gamma(
+            sum(row is not None for row in self.rows), self.gamma_schedule.acceptance(self.lately)
         )
         # a dense step feeds no second model, whose cache would fall behind
-        return max(1, gamma) if self.slots.view == "second" else gamma
+        return max(1, gamma) if self.slots.view == "draft_model" else gamma
 
     def _decoded(self, gamma: int) -> Round:
         self.unseen += 1
-        drafting = self._drafting(gamma)
+        propose = self._drafting(gamma)
         if self.mode == "sparse":
-            one = partial(unverified_round, self.slots, drafting, gamma)
+            one = partial(unverified_round, self.slots, propose, gamma)
         elif self.draft is not None and gamma and 0 < self.draft.refresh <= self.unseen:
-            return self._looking(self.draft, drafting, gamma)
+            return self._looking(self.draft, propose, gamma)
         else:
-            one = partial(decode_round, self.model, self.slots, drafting, gamma)
+            one = partial(decode_round, self.model, self.slots, propose, gamma)
         return self.captured.round(gamma, one) if self.captured else one()
 
-    def _looking(self, draft: Draft, drafting: Drafting, gamma: int) -> Round:
+    def _looking(self, draft: Draft, propose: Proposer, gamma: int) -> Round:
         """A round behind which drafts choose again."""
         self.unseen = 0
         look = look_of(self.rows, self.slots, gamma + 1)
-        done = decode_round(self.model, self.slots, drafting, gamma, look=look)
+        done = decode_round(self.model, self.slots, propose, gamma, look=look)
         if look is not None:
             reselect(draft, self.slots, self.rows, look)
         return done
 
-    def _drafting(self, gamma: int) -> Drafting:
+    def _drafting(self, gamma: int) -> Proposer:
         if self.draft is None or not gamma:
             return partial(draft, self.model)
         if self.draft.policy == "ngram":
-            return look_up
+            return prompt_lookup
         return partial(draft, self.engine.drafter(self.draft))
 
 
-def _view_of(draft: Draft | None) -> View:
+def _view_of(draft: Draft | None) -> DraftView:
     if draft is not None and draft.model:
-        return "second"
-    return "own" if draft is None or draft.policy in ("full", "ngram") else "kept"
+        return "draft_model"
+    return "target" if draft is None or draft.policy in ("full", "ngram") else "selected"

@@ -26,7 +26,7 @@ Replay = Callable[[], None]
 Recorder = Callable[[Body], tuple[Replay, Round]]
 
 
-def recorder_of(model: Model) -> Recorder | None:
+def graph_recorder(model: Model) -> Recorder | None:
     """What records rounds of a model; None where none can be recorded."""
     if model.device.type != "cuda" or len(set(model.layer_devices)) > 1:
         return None
@@ -42,7 +42,7 @@ def _record(pool: Any, body: Body) -> tuple[Replay, Round]:
     return graph.replay, done
 
 
-class Captured:
+class CapturedRounds:
     """The recorded rounds of some slots."""
 
     def __init__(self, slots: Slots, record: Recorder):
@@ -61,19 +61,23 @@ class Captured:
             gamma: γ, and what else tells bodies of one shape apart.
         """
         slots = self.slots
-        if slots.draws.fresh or slots.bends is None:
+        if slots.sampling_state.fresh or slots.logits_processors is None:
             return body()
         self._settle()
         # what a round's course depends on besides numbers on the device
-        shapes = [slots.groups.members.shape, slots.stop_ids.shape, slots.bends.stop_ids.shape]
-        bends = slots.bends
+        shapes = [
+            slots.groups.members.shape,
+            slots.stop_ids.shape,
+            slots.logits_processors.stop_ids.shape,
+        ]
+        logits_processors = slots.logits_processors
         key = (
             gamma,
-            slots.draws.sampled,
-            bends.penalises,
-            bends.holds,
-            bends.heats,
-            bends.cuts,
+            slots.sampling_state.sampled,
+            logits_processors.penalises,
+            logits_processors.holds,
+            logits_processors.heats,
+            logits_processors.cuts,
             *shapes,
         )
         if key not in self._rounds:
@@ -90,13 +94,13 @@ class Captured:
         """Brings what changes with the rows to where recordings look for it, and forgets those of
         smaller caches."""
         slots = self.slots
-        caches = slots.prefix.capacity, slots.own.capacity, slots.draft.capacity
+        caches = slots.prefix.capacity, slots.suffix.capacity, slots.draft.capacity
         if (capacity := (*caches, slots.history.shape[1])) != self._capacity:
             self._capacity = capacity
             self._rounds.clear()
         for name in ("active", "stop_ids"):
             setattr(slots, name, self._staying(name, getattr(slots, name)))
-        for name in ("groups", "draws", "bends"):
+        for name in ("groups", "sampling_state", "logits_processors"):
             setattr(slots, name, self._all_staying(name, getattr(slots, name)))
 
     def _all_staying(self, name: str, record: Any) -> Any:

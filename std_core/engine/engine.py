@@ -16,7 +16,7 @@ from std_core.model.checkpoint import Checkpoint, ModelInputs
 from std_core.model.drafters import build_drafter, pair_drafter, step_weight_bytes
 from std_core.model.model import Model
 from std_core.model.tensor_parallel import SINGLE_RANK, join_group, unshardable_reason
-from std_core.types import Counters, Draft, Mode, Pace, Request, Result
+from std_core.types import Counters, Draft, GammaSchedule, Mode, Request, Result
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Engine:
     Args: max_num_seqs: slots, rows that decode together. prefill_chunk: tokens of a prompt that are
         prefilled at once, at most. seed: of draws by requests that sample and have no seed of their
         own. keep_prefixes: what is known of a video outlives a run, for callers whose
-        `Request.video` names the same content
+        `Request.video_id` names the same content
             for as long as the engine lives.
         strict: tokens per row to which every verification is padded; γ must be less. The same bits
             then come out whatever drafts, γ below it, and who shares the batch, in bfloat16 too:
@@ -114,7 +114,7 @@ class Engine:
     @torch.inference_mode()
     def run(
         self,
-        requests: Iterable[Request | Pace | None],
+        requests: Iterable[Request | GammaSchedule | None],
         draft: Draft | None,
         prepare: Callable[[Request], ModelInputs] | None = None,
         mode: Mode = "std",
@@ -133,7 +133,7 @@ class Engine:
             ValueError: a draft that this model or mode cannot have, or a pace beyond its γ.
         """
         waiting = self.model.tensor_parallel.synchronize_requests(iter(requests))
-        yield from Batch(self, draft, prepare or self.checkpoint.preprocess, mode).through(waiting)
+        yield from Batch(self, draft, prepare or self.checkpoint.preprocess, mode).run(waiting)
 
     # ------------------------------------------------------------------------------------- drafters
 

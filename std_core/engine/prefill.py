@@ -17,7 +17,12 @@ import torch
 
 from std_core.decoding.round import Slots
 from std_core.decoding.select import select
-from std_core.decoding.token_sampling import SamplingState, bend, choose, settle
+from std_core.decoding.token_sampling import (
+    SamplingState,
+    process_logits,
+    resolve_sampling,
+    sample_tokens,
+)
 from std_core.engine.row import DraftKV, Row
 from std_core.model.cache import PrefillStep, gather_draft_kv
 from std_core.model.checkpoint import ModelInputs
@@ -76,7 +81,7 @@ class Prefill:
         self.prefixes = self._prefix_store()
         layers = self.model.layers  # entries of layers behind an early exit are not read
         self._layers_read = (
-            draft_layers(draft, layers) / layers if draft and slots.view != "second" else 1.0
+            draft_layers(draft, layers) / layers if draft and slots.view != "draft_model" else 1.0
         )
 
     def _prefix_store(self) -> list[Prefix]:
@@ -110,7 +115,7 @@ class Prefill:
         inputs = prompt.inputs
         limit = min(request.sampling.max_tokens, self.engine.checkpoint.max_model_len - length)
         self._make_room(prompt, limit)
-        rule = settle(self.model.hf, request.sampling, prompt.ids)
+        rule = resolve_sampling(self.model.hf, request.sampling, prompt.ids)
         prefix = -1
         vision_s = 0.0
         if inputs.prefix_length:
@@ -132,7 +137,7 @@ class Prefill:
             vision_s=vision_s,
             prefill_s=0.0,
             accept_counts=[0] * rounds,
-            refuse_counts=[0] * rounds,
+            reject_counts=[0] * rounds,
             view=view,
         )
         row.written.append(self._first(slot, row, prompt, logits))
@@ -157,11 +162,11 @@ class Prefill:
     def _make_room(self, prompt: _Prompt, limit: int) -> None:
         """For all that a row may ever write, where rounds make no room of their own."""
         slots = self.slots
-        spare = limit + self.slots.ahead
-        if slots.ahead:
-            slots.own.reserve(prompt.length - prompt.inputs.prefix_length + spare)
+        spare = limit + self.slots.headroom
+        if slots.headroom:
+            slots.suffix.reserve(prompt.length - prompt.inputs.prefix_length + spare)
             slots.reserve_history(prompt.length + spare)
-            if slots.view != "own":
+            if slots.view != "target":
                 slots.draft.reserve(self._held(prompt) + spare)
 
     def _held(self, prompt: _Prompt) -> int:
@@ -179,9 +184,9 @@ class Prefill:
         inputs = prompt.inputs
         engine = self.engine
         cut = prompt.inputs.prefix_length
-        key = (prompt.request.video, prompt.request.fps, inputs.ids[0, :cut].tolist())
+        key = (prompt.request.video_id, prompt.request.fps, inputs.ids[0, :cut].tolist())
         for row, known in enumerate(self.prefixes):
-            if prompt.request.video and known.key == key:
+            if prompt.request.video_id and known.key == key:
                 return self._own_prefix(row), 0.0
         row = self._free_prefix()
         self.prefixes[row] = Prefix(None, cut)
@@ -243,18 +248,18 @@ class Prefill:
         slots = self.slots
         cut = prompt.inputs.prefix_length
         length = prompt.length
-        kv = PrefillStep(slots.own, slot, 0)
+        kv = PrefillStep(slots.suffix, slot, 0)
         logits = torch.empty(0)
         seen: dict[str, torch.Tensor] = {}
         for at in range(cut, length, self.engine.prefill_chunk):
             if at > cut:
                 yield
             end = min(length, at + self.engine.prefill_chunk)
-            slots.own.reserve(end - cut)
-            kv = PrefillStep(slots.own, slot, at - cut)
+            slots.suffix.reserve(end - cut)
+            kv = PrefillStep(slots.suffix, slot, at - cut)
             if cut:
                 kv.prefix = (slots.prefix, prefix, cut)
-                if self.draft is not None and slots.view != "own" and end == length:
+                if self.draft is not None and slots.view != "target" and end == length:
                     kv.visual = prompt.inputs.selectable_positions.to(self.model.device)
                     kv.observers = OBSERVATION_WINDOW if self.draft.policy == "snapkv" else None
             # a sample of activations, if the draft's thresholds are not known yet
@@ -281,7 +286,7 @@ class Prefill:
     ) -> Generator[None, None, tuple[int, DraftKV | None]]:
         """Fills what the draft reads of the row; returns the entries it holds per layer and KV
         head, and where the chosen ones are."""
-        if self.draft is None or self.slots.view == "own":
+        if self.draft is None or self.slots.view == "target":
             return 0 if self.draft and self.draft.policy == "ngram" else prompt.length, None
         cut = prompt.inputs.prefix_length
         places = prompt.inputs.selectable_positions.to(self.model.device)
@@ -294,7 +299,7 @@ class Prefill:
             if cut and self.draft.policy != "full"
             else []
         )
-        if self.slots.view == "second":
+        if self.slots.view == "draft_model":
             kept = (
                 places[self.model.tensor_parallel.broadcast(chosen[0][0].to(places.device))]
                 if chosen
@@ -309,7 +314,7 @@ class Prefill:
             if chosen:
                 kept = torch.cat([kept, places[chosen[layer].to(places.device)]], dim=1)
             shared = self.slots.prefix.row(layer, max(prefix, 0), cut)
-            own = self.slots.own.row(layer, slot, prompt.length - cut)
+            own = self.slots.suffix.row(layer, slot, prompt.length - cut)
             held = gather_draft_kv(self.slots.draft, slot, layer, shared, kept=kept, own=own)
         self.slots.draft_length[slot] = held
         return held, DraftKV(places, len(always), chosen[0].shape[1] if chosen else 0)
@@ -352,12 +357,14 @@ class Prefill:
         slots.total[slot] = n + 1
         slots.reserve_history(n + 1)
         slots.history[slot, :n] = prompt.ids
-        draws = SamplingState.of([row.rule], slots.generator)
-        scores = bend(
+        sampling_state = SamplingState.of([row.rule], slots.generator)
+        scores = process_logits(
             logits[None, None], [row.rule], slots.history[slot : slot + 1], torch.tensor([n])
         )
-        token = choose(scores, draws, torch.zeros(1, 1, dtype=torch.long, device=logits.device))
+        token = sample_tokens(
+            scores, sampling_state, torch.zeros(1, 1, dtype=torch.long, device=logits.device)
+        )
         slots.history[slot, n] = token[0, 0]
-        slots.written[slot] = 1
-        slots.left[slot] = row.limit - 1
+        slots.generated[slot] = 1
+        slots.remaining[slot] = row.limit - 1
         return int(token)

@@ -27,7 +27,7 @@ class Row:
     vision_s: float
     prefill_s: float
     accept_counts: list[int]  # [i]: rounds in which i drafted tokens were accepted
-    refuse_counts: list[int]  # [i]: of those the rounds in which one more was proposed
+    reject_counts: list[int]  # [i]: of those the rounds in which one more was proposed
     view: DraftKV | None = None
     written: list[int] = field(default_factory=list)
     drafted: int = 0
@@ -75,7 +75,7 @@ class Row:
             proposed=self.proposed,
             accepted=sum(i * n for i, n in enumerate(self.accept_counts)),
             accept_counts=tuple(self.accept_counts),
-            refuse_counts=tuple(self.refuse_counts),
+            reject_counts=tuple(self.reject_counts),
             vision_s=self.vision_s,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,

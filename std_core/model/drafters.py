@@ -31,7 +31,7 @@ def build_drafter(model: Model, draft: Draft, thresholds: Mapping[str, float]) -
     Args:
         thresholds: of `channels`, by the projection's name in `projections`.
     """
-    if not draft.cheaper:
+    if not draft.reads_fewer_weights:
         return model
     cheap = copy.copy(model)
     cheap.decoder = clone_sharing_parameters(model.decoder)

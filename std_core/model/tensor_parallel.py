@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import DistributedConfig
 
-from std_core.types import Pace, Request
+from std_core.types import GammaSchedule, Request
 
 IDLE = 0.005  # s between two looks for a request that another rank has already
 WAIT = timedelta(hours=2)  # for a rank that is still reading its weights
@@ -63,8 +63,8 @@ class TensorParallelGroup:
         return x
 
     def synchronize_requests(
-        self, waiting: Iterator[Request | Pace | None]
-    ) -> Iterator[Request | Pace | None]:
+        self, waiting: Iterator[Request | GammaSchedule | None]
+    ) -> Iterator[Request | GammaSchedule | None]:
         """The stream as rank 0 has it: when a request comes, with which pace, when none is there
         yet, and when the stream ends. The other ranks take the same requests, by their ids, from
         streams of their own.
@@ -82,7 +82,7 @@ class TensorParallelGroup:
             else:
                 yield told
 
-    def _next_of_rank_0(self, waiting: Iterator[Request | Pace | None]) -> Any:
+    def _next_of_rank_0(self, waiting: Iterator[Request | GammaSchedule | None]) -> Any:
         """Rank 0's next: a request (to the others its id), a pace, None, or `_END`."""
         offered = next(waiting, _END) if self.rank == 0 else None
         box = [offered.request_id if isinstance(offered, Request) else offered]
@@ -94,7 +94,9 @@ _END = False  # of a stream; a singleton, since it travels
 SINGLE_RANK = TensorParallelGroup()
 
 
-def _find(name: str, waiting: Iterator[Request | Pace | None], early: list[Request]) -> Request:
+def _find(
+    name: str, waiting: Iterator[Request | GammaSchedule | None], early: list[Request]
+) -> Request:
     """The request of that id; `early` keeps what comes before its turn."""
     while True:
         for at, request in enumerate(early):

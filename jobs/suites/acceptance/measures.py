@@ -84,7 +84,7 @@ def perplexity(engine: Engine, asked: Subject, draft: Draft) -> float:
         batch.rows[slot] = _admitted(
             batch, slot, replace(request, sampling=Sampling(2, temperature=0.0))
         )
-    batch._regroup()
+    batch.update_slots()
     slots = batch.slots
     text = torch.tensor([asked.following[request.request_id] for request in asked.requests])
     # the first is foretold by the prefill
@@ -92,7 +92,7 @@ def perplexity(engine: Engine, asked: Subject, draft: Draft) -> float:
     expected = text[:, 1:]
     slots.reserve(fed.shape[1])
     positions = slots.position[:, None] + torch.arange(fed.shape[1])
-    logits = engine.drafter(draft).step(fed, positions, slots.drafts_view(0))
+    logits = engine.drafter(draft).step(fed, positions, slots.draft_step_kv(0))
     return float(F.cross_entropy(logits.flatten(0, 1).float(), expected.flatten()).exp())
 
 

@@ -49,7 +49,7 @@ class Subject:
 
     def contexts(self) -> int:
         """Prefixes that there are to keep."""
-        return len({request.video for request in self.requests})
+        return len({request.video_id for request in self.requests})
 
 
 def engine_of(model: str, folder: Path, threads: int, **settings: str) -> Engine:
@@ -101,7 +101,7 @@ def subject(
         name = f"prose {number}"
         piece = ids[len(ids) * number // (max(prompts) + 1) :][: length + more]
         prompt = torch.tensor([piece[:length]])
-        found.requests.append(Request(name, "", video=name, sampling=sampling))
+        found.requests.append(Request(name, "", video_id=name, sampling=sampling))
         found.inputs[name] = ModelInputs(prompt, torch.zeros_like(prompt))
         found.following[name] = piece[length:]
     return found
@@ -186,7 +186,7 @@ def _clips(
                 f"{kind} {number}",
                 prompt=prompt,
                 frames=frames,
-                video=f"clip {number}",
+                video_id=f"clip {number}",
                 sampling=sampling,
             )
 

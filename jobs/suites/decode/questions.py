@@ -88,7 +88,7 @@ def _requests(engine: Engine, context: int) -> list[Request]:
                     f"{video}/{number}",
                     prompt=question,
                     frames=frames,
-                    video=f"clip {video}",
+                    video_id=f"clip {video}",
                     sampling=sampling,
                 )
             )

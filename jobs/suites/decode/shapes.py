@@ -70,6 +70,6 @@ def subject(shaped: Engine, context: int, batch: int, tokens: int) -> Subject:
     for number in range(batch):
         ids = torch.randint(shaped.model.vocab_size, (1, context), generator=rng)
         name = f"random {number}"
-        found.requests.append(Request(name, "", video=name, sampling=sampling))
+        found.requests.append(Request(name, "", video_id=name, sampling=sampling))
         found.inputs[name] = ModelInputs(ids, torch.zeros_like(ids))
     return found

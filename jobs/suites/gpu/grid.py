@@ -16,8 +16,8 @@ from triton.errors import TritonError
 
 from jobs.suites.gpu.shapes import Shape
 from std_core.decoding.logits import LogitsProcessors
-from std_core.decoding.round import Round, Slots, decode_round, draft, look_up
-from std_core.engine.cuda_graphs import Captured, pool_bytes, recorder_of
+from std_core.decoding.round import Round, Slots, decode_round, draft, prompt_lookup
+from std_core.engine.cuda_graphs import CapturedRounds, graph_recorder, pool_bytes
 from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.cache import KVCache, PrefillStep
 from std_core.model.drafters import build_drafter, step_weight_bytes
@@ -98,14 +98,14 @@ def measure(
 ) -> dict[str, Any]:
     """One context's times (ms), bytes, and what they come to."""
     slots = filled_slots(model, size.slots, context)
-    captured = Captured(slots, recorder) if (recorder := recorder_of(model)) else None
-    slots.ahead = max(size.gammas) + 1 if captured else 0
-    slots.bends = LogitsProcessors.of(slots.rules, slots.vocabulary, model.device)
+    captured = CapturedRounds(slots, recorder) if (recorder := graph_recorder(model)) else None
+    slots.headroom = max(size.gammas) + 1 if captured else 0
+    slots.logits_processors = LogitsProcessors.of(slots.samplings, slots.vocabulary, model.device)
 
     def timed(gamma: int, drafter: Model | None) -> float:
         _begin(slots, context)  # eleven rounds of nine tokens at most: within the room of a caption
-        drafting = partial(draft, drafter) if drafter else look_up
-        body = partial(decode_round, model, slots, drafting, gamma)
+        propose = partial(draft, drafter) if drafter else prompt_lookup
+        body = partial(decode_round, model, slots, propose, gamma)
         kind = list(drafters.values()).index(drafter) + 1 if drafter else 0
         return seconds(device, lambda: _round(captured, (gamma, kind), body), size.repeats)
 
@@ -131,7 +131,9 @@ def measure(
     return point
 
 
-def _round(captured: Captured | None, key: tuple[int, int], body: Callable[[], Round]) -> Round:
+def _round(
+    captured: CapturedRounds | None, key: tuple[int, int], body: Callable[[], Round]
+) -> Round:
     return captured.round(key, body) if captured else body()
 
 
@@ -170,11 +172,11 @@ def filled_slots(model: Model, count: int, context: int) -> Slots:
     kept = min(K, context - TEXT)
     for cache, entries in (
         (slots.prefix, shared),
-        (slots.own, TEXT + WRITTEN),
+        (slots.suffix, TEXT + WRITTEN),
         (slots.draft, kept + TEXT + WRITTEN),
     ):
         _fill(cache, entries)
-    slots.view = "kept"
+    slots.view = "selected"
     slots.reserve_history(context + WRITTEN)
     slots.history.random_(1, model.vocab_size)
     slots.active.fill_(True)
@@ -193,8 +195,8 @@ def _begin(slots: Slots, context: int) -> None:
         "draft_length": kept + TEXT - 1,
         "position": context - 1,
         "total": context,
-        "written": 1,
-        "left": 1 << 30,
+        "generated": 1,
+        "remaining": 1 << 30,
     }
     for name, value in starts.items():
         getattr(slots, name).fill_(value)

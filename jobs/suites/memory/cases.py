@@ -106,7 +106,9 @@ class Subject:
         if self.case.seed is not None:
             heat = {"temperature": 1.0, "top_p": 0.9, "seed": self.case.seed}
         for name in self.prompts:
-            yield Request(name, "", video=name, sampling=Sampling(count, min_tokens=count, **heat))
+            yield Request(
+                name, "", video_id=name, sampling=Sampling(count, min_tokens=count, **heat)
+            )
 
     def _prepare(self, request: Request) -> ModelInputs:
         return self.prompts[request.request_id]

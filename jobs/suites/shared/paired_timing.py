@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 
-from std_core.decoding.round import Drafted, Slots, decode_round, draft, look_up, verify
+from std_core.decoding.round import Drafted, Slots, decode_round, draft, prompt_lookup, verify
 from std_core.engine.batch import Batch
 from std_core.engine.engine import Engine
 from std_core.model.checkpoint import ModelInputs
 from std_core.types import Draft, Request
 
-STATE = ("length", "draft_length", "position", "total", "written", "left")
+STATE = ("length", "draft_length", "position", "total", "generated", "remaining")
 RESAMPLES = 2000
 Written = list[list[int]]  # tokens of each row
 
@@ -49,12 +49,12 @@ class Pair:
     ):
         self.policy = policy
         self.batch = Batch(engine, policy, prepare)
-        self.prefill_s = self.batch.seat(requests)
+        self.prefill_s = self.batch.prefill_slots(requests)
         self.slots = self.batch.slots
         self.model = engine.model
         self.first = _state(self.slots)
         step = partial(draft, engine.drafter(policy))
-        self.drafting = look_up if policy.policy == "ngram" else step
+        self.propose = prompt_lookup if policy.policy == "ngram" else step
         self.dense = Clock()
         self.drafted = Clock()
         self.written: Written = [[] for _ in requests]
@@ -66,7 +66,7 @@ class Pair:
         begin = _state(self.slots)
         plain = self._dense(tokens, self.dense)
         _put_back(self.slots, begin)
-        written = self._segment(tokens, self.drafting, self.policy.gamma, self.drafted)
+        written = self._segment(tokens, self.propose, self.policy.gamma, self.drafted)
         for row, (one, other) in enumerate(zip(written, plain, strict=True)):
             self.written[row] += one
             if any(a != b for a, b in zip(one, other, strict=False)):
@@ -92,13 +92,13 @@ class Pair:
     def _dense(self, tokens: int, clock: Clock) -> Written:
         # a dense step does not feed the draft's cache
         view = self.slots.view
-        self.slots.view = "own"
+        self.slots.view = "target"
         written = self._segment(tokens, partial(draft, self.model), 0, clock)
         self.slots.view = view
         return written
 
     def _segment(
-        self, tokens: int, drafting: Callable[[Slots, int], Drafted], gamma: int, clock: Clock
+        self, tokens: int, propose: Callable[[Slots, int], Drafted], gamma: int, clock: Clock
     ) -> Written:
         """Rounds until a row has `tokens` tokens more on average, or one may not go on."""
         written: Written = [[] for _ in self.written]
@@ -106,14 +106,16 @@ class Pair:
 
         def timed(slots: Slots, gamma: int) -> Drafted:
             began = time.perf_counter()
-            drafted = drafting(slots, gamma)
+            drafted = propose(slots, gamma)
             ends[0] = time.perf_counter()
             if gamma:
                 clock.draft.append((ends[0] - began) / gamma)
             return drafted
 
         began = time.perf_counter()
-        while sum(map(len, written)) < tokens * len(written) and bool((self.slots.left > 0).all()):
+        while sum(map(len, written)) < tokens * len(written) and bool(
+            (self.slots.remaining > 0).all()
+        ):
             done = decode_round(self.model, self.slots, timed, gamma)
             for row, new, kept in zip(
                 written, done.tokens.tolist(), done.kept.tolist(), strict=True

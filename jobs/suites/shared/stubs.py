@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.records import FramePlan, Frames, InputRow, PlannedRequest, VideoInfo, Wave
 from pipeline.video.frames import Limits
 from std_core.cost_model.profile import Device
-from std_core.types import Counters, Draft, Mode, Pace, Request, Result
+from std_core.types import Counters, Draft, GammaSchedule, Mode, Request, Result
 
 IDLE = 0.005  # s between two looks for a request
 
@@ -35,7 +35,7 @@ class StubEngine:
     counters: Counters = field(default_factory=Counters)
 
     def run(
-        self, requests: Iterable[Request | Pace | None], draft: Draft | None, mode: Mode
+        self, requests: Iterable[Request | GammaSchedule | None], draft: Draft | None, mode: Mode
     ) -> Iterator[Result]:
         """A text that names the request, γ × slots, and the process."""
         rows: deque[Request] = deque()

@@ -37,7 +37,7 @@ from pipeline.records import (
     VideoInfo,
     Wave,
 )
-from std_core.types import Draft, Pace, Request, Result
+from std_core.types import Draft, GammaSchedule, Request, Result
 
 TIMEOUT = 50.0  # s, of engines
 
@@ -242,9 +242,12 @@ class Run:
         ):  # in setups of their own, neighbours at times alike
             draft = drafts[number // 2 % 3]
             count = max(1, slots - number % 2)
-            pace = Pace(((0,), (draft.gamma, number)), 0.5) if draft else None
+            gamma_schedule = GammaSchedule(((0,), (draft.gamma, number)), 0.5) if draft else None
             self.waves.waves[number] = Wave(
-                wave.requests, count, draft, (DraftOption(draft, count, pace=pace),)
+                wave.requests,
+                count,
+                draft,
+                (DraftOption(draft, count, gamma_schedule=gamma_schedule),),
             )
         self.setups = {
             r.request_id: wave.engine_config for wave in self.waves.waves for r in wave.requests
@@ -287,9 +290,9 @@ class Run:
                 ran = self.world.ran[answer.request.request_id]
                 assert ran.draft == answer.draft
                 if ran == (own := self.setups[answer.request.request_id]):
-                    assert ran.pace == own.pace
-                elif ran.pace is not None:  # a suspect among those of another wave
-                    assert ran.draft is not None and ran.pace.most <= ran.draft.gamma
+                    assert ran.gamma_schedule == own.gamma_schedule
+                elif ran.gamma_schedule is not None:  # a suspect among those of another wave
+                    assert ran.draft is not None and ran.gamma_schedule.max_gamma <= ran.draft.gamma
         assert (
             self.fleet.intake.nbytes == 0
             and not self.fleet.handover.open

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.plan.choose import choose
-from pipeline.plan.history import ROUNDS, History, kind_of
+from pipeline.plan.history import History, kind_of
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import (
     DraftOption,
@@ -31,7 +31,7 @@ from std_core.cost_model.profile import (
     PrefillLatency,
     Profile,
 )
-from std_core.types import Draft, Result
+from std_core.types import MIN_DRAFTED_ROUNDS, Draft, Result
 
 DRAFT = Draft("std", gamma=4)
 INFO = VideoInfo(
@@ -77,7 +77,7 @@ def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Resul
         drafted=drafted,
         accepted=accepted,
         accept_counts=counts,
-        refuse_counts=(*counts[:-1], 0),
+        reject_counts=(*counts[:-1], 0),
         decode_s=decode_s,
     )
 
@@ -100,7 +100,7 @@ def test_chances_are_of_each_place_in_a_round() -> None:
     late = seen(result(0, (3, 0, 0, 0, 1)), result(1, (2, 0, 0, 0, 4))).by_place
     assert late[0] == pytest.approx(5.5 / 11) and late[3] > late[2] > late[1] > 0.9
     cut = seen(
-        replace(result(0, (2, 1, 0, 0, 1)), refuse_counts=(2, 0, 0, 0, 0))
+        replace(result(0, (2, 1, 0, 0, 1)), reject_counts=(2, 0, 0, 0, 0))
     )  # a row's end is no refusal
     assert cut.at(0) == pytest.approx(2.5 / 5) and cut.at(1) == pytest.approx(1.5 / 2)
     assert seen(result(0, (7, 0))) == seen(result(0, (7, 0, 0, 0)))  # whatever nobody came to
@@ -124,7 +124,9 @@ def test_waves_are_remembered_by_their_median() -> None:
 
 
 def test_too_few_rounds_and_errors_say_nothing() -> None:
-    few = History().observed(wave(DRAFT, "Describe."), [result(0, (ROUNDS - 1, 0, 0, 0, 0))])
+    few = History().observed(
+        wave(DRAFT, "Describe."), [result(0, (MIN_DRAFTED_ROUNDS - 1, 0, 0, 0, 0))]
+    )
     assert few.chances(DRAFT, "caption") is None and few.speed(DRAFT) == 1
     failed = Result(
         "0", token_ids=[], text="", finish_reason="error", error=RequestError("nan_logits", "x")
@@ -160,7 +162,7 @@ def test_dense_rounds_of_a_wave_that_drafts_say_nothing_of_its_acceptance() -> N
     seen = History().observed(wave(DRAFT, "Describe."), [dense])
     assert seen.chances(DRAFT, "caption") is None and seen.length("caption") == 40
     some = replace(
-        dense, drafted=8, accepted=3, accept_counts=(37, 3), refuse_counts=(3, 0)
+        dense, drafted=8, accepted=3, accept_counts=(37, 3), reject_counts=(3, 0)
     )  # 34 of them were dense
     assert History().observed(wave(DRAFT, "Describe."), [some]).chances(
         DRAFT, "caption"

@@ -244,7 +244,7 @@ def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
         "rounds": 40,
         "drafted": drafted,
         "accept_counts": (40, 0),
-        "refuse_counts": (40, 0),
+        "reject_counts": (40, 0),
     }
     results = [
         Result(r.request_id, token_ids=[1] * 40, text="", finish_reason="length", **refused)

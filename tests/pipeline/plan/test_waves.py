@@ -459,7 +459,7 @@ def test_noise_takes_time_for_every_token_that_is_drawn() -> None:
         assert drawn - greedy == pytest.approx(8 * tokens * 1e-3)
 
 
-def paced(
+def scheduled(
     some: WaveSummary,
     profile: Profile,
     setting: WaveConfig,
@@ -468,7 +468,7 @@ def paced(
 ) -> DraftOption:
     """The chosen way, which drafts."""
     chosen = choose(some, profile, history or History(), setting, turn)[0]
-    assert chosen.draft is not None and chosen.pace is not None
+    assert chosen.draft is not None and chosen.gamma_schedule is not None
     return chosen
 
 
@@ -507,8 +507,8 @@ def test_no_pace_has_a_slower_gamma_than_another(
     assume(chosen.draft is not None)
     assert (
         chosen.draft is not None
-        and chosen.pace is not None
-        and len(chosen.pace.gammas) == chosen.slots
+        and chosen.gamma_schedule is not None
+        and len(chosen.gamma_schedule.gammas) == chosen.slots
     )
     gammas = [g for g in GAMMAS if not strict or g < strict]
     step = Steps(profile, some, min(chosen.slots, len(contexts)), 64.0)
@@ -519,7 +519,7 @@ def test_no_pace_has_a_slower_gamma_than_another(
         assert chosen.row_round_s + (
             g - chosen.draft.gamma
         ) * chosen.row_draft_token_s == pytest.approx(seconds)
-    for rows, found in enumerate(chosen.pace.gammas, 1):
+    for rows, found in enumerate(chosen.gamma_schedule.gammas, 1):
         step = Steps(profile, some, rows, 64.0)  # half of a usual caption's 128 tokens
         times = {
             g: step.round(replace(tried, draft=replace(tried.draft, gamma=g)), strict)[0]
@@ -538,18 +538,21 @@ def test_no_pace_has_a_slower_gamma_than_another(
 def test_a_pace_drafts_more_where_more_is_accepted_and_less_where_rows_share_the_weights() -> None:
     setting = WaveConfig()
     int4 = replace(INT4, draft=Draft("full", weights="int4"))
-    cheap = paced(mix([20_000], setting), replace(PROFILE, drafts=(int4,)), setting)
+    cheap = scheduled(mix([20_000], setting), replace(PROFILE, drafts=(int4,)), setting)
     assert (
-        cheap.pace is not None
-        and cheap.pace.gammas[0][0] == 0 < cheap.pace.gammas[0][-1] == cheap.pace.most
+        cheap.gamma_schedule is not None
+        and cheap.gamma_schedule.gammas[0][0]
+        == 0
+        < cheap.gamma_schedule.gammas[0][-1]
+        == cheap.gamma_schedule.max_gamma
     )
-    for row in cheap.pace.gammas:
+    for row in cheap.gamma_schedule.gammas:
         assert list(row) == sorted(row)
     alone, full = (
-        sum(cheap.pace.gammas[i]) for i in (0, -1)
+        sum(cheap.gamma_schedule.gammas[i]) for i in (0, -1)
     )  # fewer bytes of weights are nothing new to 8 rows
     assert alone > full
-    assert cheap.pace.expected == pytest.approx(cheap.acceptance)
+    assert cheap.gamma_schedule.expected_acceptance == pytest.approx(cheap.acceptance)
 
 
 def test_a_pace_has_what_the_slots_have_room_for() -> None:
@@ -563,29 +566,35 @@ def test_a_pace_has_what_the_slots_have_room_for() -> None:
         return plan(pool, profile, History(), 1, True, setting)[0]
 
     wide = planned(60e9)
-    assert wide.draft is not None and wide.pace is not None and wide.draft.gamma < wide.pace.most
-    assert wide.engine_config.draft == replace(wide.draft, gamma=wide.pace.most)
+    assert (
+        wide.draft is not None
+        and wide.gamma_schedule is not None
+        and wide.draft.gamma < wide.gamma_schedule.max_gamma
+    )
+    assert wide.engine_config.draft == replace(wide.draft, gamma=wide.gamma_schedule.max_gamma)
     assert dict(wide.options[0].memory) == memory_breakdown(
         LLAMA, load, wide.max_num_seqs, wide.engine_config.draft
     )
     needed = peak_memory(memory_breakdown(LLAMA, load, wide.max_num_seqs, wide.draft))
     tight = planned((needed + 1) / MEMORY)
     assert (tight.max_num_seqs, tight.draft) == (wide.max_num_seqs, wide.draft)
-    assert tight.pace is not None and tight.pace.most == wide.draft.gamma
+    assert tight.gamma_schedule is not None and tight.gamma_schedule.max_gamma == wide.draft.gamma
 
 
 def test_a_named_draft_keeps_its_gamma_and_one_that_is_explored_its_gate_open() -> None:
     pool = (request(0, 0, 60_000),)
     for draft in (Draft("std", gamma=7), None):
         (wave,) = plan(pool, PROFILE, History(), 1, True, WaveConfig(draft=draft))
-        assert wave.pace is None and wave.engine_config.draft == draft
+        assert wave.gamma_schedule is None and wave.engine_config.draft == draft
     bare = plan(pool, replace(PROFILE, drafts=()), History(), 1, True, WaveConfig())[0]
-    assert bare.pace is None
+    assert bare.gamma_schedule is None
     setting = WaveConfig()
     some = mix([60_000] * 8, setting)
-    usual, explored = (paced(some, PROFILE, setting, turn=turn).pace for turn in (0, 2 * EVERY - 1))
-    assert usual is not None and usual.least == 0
-    assert explored is not None and explored.least > 0
+    usual, explored = (
+        scheduled(some, PROFILE, setting, turn=turn).gamma_schedule for turn in (0, 2 * EVERY - 1)
+    )
+    assert usual is not None and usual.min_gamma == 0
+    assert explored is not None and explored.min_gamma > 0
 
 
 def test_a_second_model_drafts_in_every_round() -> None:
@@ -598,13 +607,13 @@ def test_a_second_model_drafts_in_every_round() -> None:
         second_model=small,
     )
     setting = WaveConfig()
-    chosen = paced(mix([60_000] * 8, setting), replace(PROFILE, drafts=(pair,)), setting)
-    assert chosen.pace is not None and chosen.pace.least == 1
+    chosen = scheduled(mix([60_000] * 8, setting), replace(PROFILE, drafts=(pair,)), setting)
+    assert chosen.gamma_schedule is not None and chosen.gamma_schedule.min_gamma == 1
 
 
 def test_setups_of_one_draft_are_alike_whatever_their_pace() -> None:
     """So that rows of one wave need not be through before the next one's come."""
     pool = tuple(request(i, i, 60_000 - 400 * i) for i in range(60))
     waves = plan(pool, PROFILE, History(), 9, True, WaveConfig(2))
-    assert len(waves) > 1 and len({wave.pace for wave in waves}) > 1
+    assert len(waves) > 1 and len({wave.gamma_schedule for wave in waves}) > 1
     assert len({wave.engine_config for wave in waves}) == 1

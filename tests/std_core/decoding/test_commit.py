@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from std_core.decoding.round import Slots, commit, look_up
+from std_core.decoding.round import Slots, commit, prompt_lookup
 from std_core.model.cache import KVCache
 
 STOP = 9
@@ -31,9 +31,9 @@ def test_commit_keeps_what_a_row_may_keep(rows: int, gamma: int, rng: random.Ran
     slots = slots_of(rows)
     length = torch.tensor([rng.randint(1, 50) for _ in range(rows)])
     left = torch.tensor([rng.randint(1, 9) for _ in range(rows)])
-    for count in (slots.length, slots.draft_length, slots.position, slots.total, slots.written):
+    for count in (slots.length, slots.draft_length, slots.position, slots.total, slots.generated):
         count += length
-    slots.left += left
+    slots.remaining += left
     slots.active = torch.tensor([rng.random() < 0.8 for _ in range(rows)])
     slots.stop_ids = torch.full((rows, 1), STOP)
     slots.reserve_history(80)
@@ -49,11 +49,14 @@ def test_commit_keeps_what_a_row_may_keep(rows: int, gamma: int, rng: random.Ran
         new = new[: left[row]]
         assert done.kept[row] == len(new)
         assert bool(done.stopped[row]) == (STOP in new)
-        assert slots.length[row] == length[row] + len(new) and slots.left[row] == left[row] - len(
-            new
-        )
+        assert slots.length[row] == length[row] + len(new) and slots.remaining[row] == left[
+            row
+        ] - len(new)
         assert (
-            slots.position[row] == slots.draft_length[row] == slots.total[row] == slots.written[row]
+            slots.position[row]
+            == slots.draft_length[row]
+            == slots.total[row]
+            == slots.generated[row]
         )
         assert slots.history[row, length[row] : slots.total[row]].tolist() == new
         if new:
@@ -73,7 +76,7 @@ def test_prompt_lookup_continues_the_newest_longest_match(
     for row, text in enumerate(texts):
         slots.history[row, : len(text)] = torch.tensor(text)
         slots.total[row] = len(text)
-    drafted = look_up(slots, gamma).tokens
+    drafted = prompt_lookup(slots, gamma).tokens
     for row, text in enumerate(texts):
         wanted = [text[-1]] * gamma
         for n in (3, 2, 1):

@@ -16,13 +16,13 @@ from transformers import (
 )
 
 from std_core.decoding.logits import LogitsProcessors
-from std_core.decoding.token_sampling import ResolvedSampling, bend
+from std_core.decoding.token_sampling import ResolvedSampling, process_logits
 
 CPU = torch.device("cpu")
 
 
 @st.composite
-def rules(draw: st.DrawFn) -> ResolvedSampling | None:
+def samplings(draw: st.DrawFn) -> ResolvedSampling | None:
     if draw(st.integers(0, 4)) == 0:
         return None
     asked = [
@@ -40,7 +40,7 @@ def rules(draw: st.DrawFn) -> ResolvedSampling | None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(rules(), min_size=1, max_size=4),
+    st.lists(samplings(), min_size=1, max_size=4),
     st.integers(1, 4),
     st.booleans(),
     st.integers(0, 2**31),
@@ -54,10 +54,10 @@ def test_all_rows_at_once_are_transformers_own(
     logits = logits.round() if coarse else logits
     history = torch.randint(0, 60, (len(asked), 30), generator=rng)
     lengths = torch.randint(1, 30 - width, (len(asked),), generator=rng)
-    bends = LogitsProcessors.of(asked, 60, CPU)
-    assert bends is not None
-    got = bends.apply(logits.clone(), history, lengths)
-    want = bend(logits.clone(), asked, history, lengths)
+    logits_processors = LogitsProcessors.of(asked, 60, CPU)
+    assert logits_processors is not None
+    got = logits_processors.apply(logits.clone(), history, lengths)
+    want = process_logits(logits.clone(), asked, history, lengths)
     if coarse:  # of equal scores at the edge of the mass any may be cut
         assert torch.equal(got.sort(-1).values, want.sort(-1).values)
     else:

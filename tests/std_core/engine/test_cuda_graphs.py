@@ -22,7 +22,7 @@ from std_core.engine import batch
 from std_core.engine.cuda_graphs import Body, Replay, pool_bytes
 from std_core.engine.engine import Engine
 from std_core.kernels.shared.constants import SPLIT_SIZE
-from std_core.types import Draft, Pace, Request, Sampling
+from std_core.types import Draft, GammaSchedule, Request, Sampling
 
 WAITS = (
     "_local_scalar_dense",
@@ -95,9 +95,9 @@ class StandIn:
 
 def addresses(slots: Slots) -> list[int]:
     caches = [
-        x for cache in (slots.prefix, slots.own, slots.draft) for x in (*cache.key, *cache.value)
+        x for cache in (slots.prefix, slots.suffix, slots.draft) for x in (*cache.key, *cache.value)
     ]
-    records = (slots, slots.groups, slots.draws, slots.bends)
+    records = (slots, slots.groups, slots.sampling_state, slots.logits_processors)
     small = [x for record in records for x in vars(record).values() if isinstance(x, torch.Tensor)]
     return [x.data_ptr() for x in (*caches, *small)]
 
@@ -105,7 +105,7 @@ def addresses(slots: Slots) -> list[int]:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     recorder = StandIn()
-    monkeypatch.setattr(batch, "recorder_of", lambda model: recorder)
+    monkeypatch.setattr(batch, "graph_recorder", lambda model: recorder)
     empty = Slots.empty
 
     def noted(*args: Any) -> Slots:
@@ -157,10 +157,10 @@ def test_rounds_of_each_gamma_are_recorded_for_themselves(
     asked = [replace(r, sampling=Sampling(n)) for r, n in zip(ASKED, (4, 24, 4), strict=True)]
     want = {r.request_id: r.token_ids for r in llama.run(asked, None)}
     stand_in: StandIn = request.getfixturevalue("stand_in")
-    one_dense_two_drafted = Pace(((0,), (1,)), 0.9)
+    one_dense_two_drafted = GammaSchedule(((0,), (1,)), 0.9)
     results = list(llama.run([one_dense_two_drafted, *asked], Draft("random", k=1, gamma=3)))
     assert {r.request_id: r.token_ids for r in results} == want
-    assert stand_in.slots[-1].ahead == 4
+    assert stand_in.slots[-1].headroom == 4
     assert stand_in.recorded == 2 < stand_in.replayed
     assert 0 < sum(r.drafted for r in results) < sum(r.rounds for r in results)
 
@@ -172,8 +172,8 @@ def test_no_family_asks_the_host(
     """One drafted round of each, under the guard."""
     model = Engine.load(str(families(family))).model
     slots = grid.filled_slots(model, 1, 80)
-    slots.ahead = 2
-    slots.bends = LogitsProcessors.of(slots.rules, slots.vocabulary, model.device)
+    slots.headroom = 2
+    slots.logits_processors = LogitsProcessors.of(slots.samplings, slots.vocabulary, model.device)
     with torch.inference_mode():
         body = partial(decode_round, model, slots, partial(draft, model), 1)
         with NoHost():
@@ -209,7 +209,7 @@ def test_the_pools_take_what_was_foretold(llama: Engine, stand_in: StandIn) -> N
     model = llama.model
     taken = sum(
         x.nbytes
-        for cache in (slots.prefix, slots.own, slots.draft)
+        for cache in (slots.prefix, slots.suffix, slots.draft)
         for x in (*cache.key, *cache.value)
     )
     entry = model.layers * model.kv_heads * model.head_dim * 2 * model.dtype.itemsize

@@ -85,7 +85,7 @@ def test_it_would_not_be_if_verified_values_did_not_replace_drafted_ones(
         def __init__(self, own: cache.KVCache, lengths: torch.Tensor, *rest: object, **_: object):
             super().__init__(own, lengths, *rest[:2])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(round, "RowsStep", Unmirrored)
+    monkeypatch.setattr(round, "DecodeStep", Unmirrored)
     results = list(engine.run(requests, Draft("std", keep=1.0, gamma=4)))
     assert sum(r.accepted for r in results) < sum(r.proposed for r in results)
 
@@ -187,7 +187,7 @@ def test_questions_on_one_video_share_its_vision_pass_and_its_prefix(
             f"q{i}",
             prompt=f"What is in scene {i}?",
             frames=clip,
-            video="clip",
+            video_id="clip",
             sampling=Sampling(12),
         )
         for i in range(8)
@@ -195,13 +195,13 @@ def test_questions_on_one_video_share_its_vision_pass_and_its_prefix(
     engine = Engine.load(str(tiny_model), max_num_seqs=8)
     shared = {r.request_id: r for r in engine.run(asked, Draft())}
     assert (engine.counters.vision_passes, engine.counters.prefix_prefills) == (1, 1)
-    alone = {r.request_id: r for r in engine.run([replace(r, video="") for r in asked], Draft())}
+    alone = {r.request_id: r for r in engine.run([replace(r, video_id="") for r in asked], Draft())}
     assert engine.counters.vision_passes == 9
     assert {k: r.token_ids for k, r in shared.items()} == {k: r.token_ids for k, r in alone.items()}
 
 
 def test_prefixes_that_are_kept_outlive_a_run(tiny_model: Path, requests: list[Request]) -> None:
-    asked = [replace(r, video=r.request_id) for r in requests[:3]]
+    asked = [replace(r, video_id=r.request_id) for r in requests[:3]]
     engine = Engine.load(str(tiny_model), max_num_seqs=4, keep_prefixes=True)
     runs = [
         {r.request_id: r.token_ids for r in engine.run(asked, d)}
@@ -285,7 +285,7 @@ def test_slots_are_refilled_at_once(tiny_model: Path, requests: list[Request]) -
     clip = requests[0].frames
     asked = [
         Request(
-            str(i), prompt="?", frames=clip, video="clip", sampling=Sampling(rng.randint(4, 60))
+            str(i), prompt="?", frames=clip, video_id="clip", sampling=Sampling(rng.randint(4, 60))
         )
         for i in range(64)
     ]
@@ -387,7 +387,7 @@ def test_rounds_between_two_chunks_leave_a_second_models_prefill_alone(
                 if rounds and slot:
                     list(batch._round())
             batch.rows[slot] = row  # type: ignore[assignment]
-            batch._regroup()
+            batch.update_slots()
         assert batch.rows[0] is not None
         # the last entry is made anew at the row's first draft step
         return batch.slots.draft.key[2][1, :, : int(batch.slots.draft_length[1]) - 1].clone()
@@ -497,11 +497,11 @@ def plain_halves(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 @pytest.fixture(scope="session")
 def various(requests: list[Request]) -> list[Request]:
     """Clips and questions on a shared clip, greedy and sampled."""
-    asked = [replace(r, sampling=replace(r.sampling, max_tokens=24), video="") for r in requests]
+    asked = [replace(r, sampling=replace(r.sampling, max_tokens=24), video_id="") for r in requests]
     clip = requests[4].frames
     asked += [
         Request(
-            "", prompt=f"What is in scene {i}?", frames=clip, video="clip", sampling=Sampling(16)
+            "", prompt=f"What is in scene {i}?", frames=clip, video_id="clip", sampling=Sampling(16)
         )
         for i in range(3)
     ]

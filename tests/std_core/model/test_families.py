@@ -176,7 +176,7 @@ def test_questions_on_one_video_share_its_prefix(name: str, engine: Engine, hf: 
             f"q{n}",
             prompt=f"What is in scene {n}?",
             frames=clip,
-            video="clip",
+            video_id="clip",
             fps=0.9,
             sampling=Sampling(8 + n),
         )

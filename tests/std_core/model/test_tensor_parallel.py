@@ -20,7 +20,7 @@ from pipeline.config import CONF, ROOT
 from std_core.engine.engine import Engine
 from std_core.model.drafters import step_weight_bytes
 from std_core.model.tensor_parallel import TensorParallelGroup, _find
-from std_core.types import Draft, Pace, Request, Result, Sampling
+from std_core.types import Draft, GammaSchedule, Request, Result, Sampling
 
 DRAFTS = {
     "dense": None,
@@ -48,14 +48,14 @@ for path, settings, requests, draft in pickle.load(open(work, "rb")):
     done.append((results, engine.model.new_cache(1).key[0].shape[1], weight_bytes(engine.model)))
 pickle.dump(done, open(answers, "wb"))
 """
-PACE = Pace(((2, 0, 4, 5), (0, 3, 1, 2)), 0.6)
+SCHEDULE = GammaSchedule(((2, 0, 4, 5), (0, 3, 1, 2)), 0.6)
 Tokens = dict[str, list[int]]
 
 
 class Case(NamedTuple):
     path: str
     settings: dict[str, Any]
-    requests: list[Request | Pace]
+    requests: list[Request | GammaSchedule]
     draft: Draft | None
 
 
@@ -126,7 +126,7 @@ def answers(
     cases["strict"] = Case(path, strict, few, None)
     cases["strict_std"] = Case(path, strict, few[::-1], Draft("random", k=2, gamma=8))
     cases["qwen3_vl"] = Case(str(families("qwen3_vl")), slots, few[:2], DRAFTS["specvlm"])
-    cases["paced"] = Case(path, slots, [PACE, *few], Draft("random", k=2, gamma=5))
+    cases["scheduled"] = Case(path, slots, [SCHEDULE, *few], Draft("random", k=2, gamma=5))
     cases["demo"] = Case(str(CONF / "model" / "demo"), slots, few[:2], DRAFTS["specvlm"])
     return dict(
         zip(cases, two_ranks(list(cases.values()), tmp_path_factory.mktemp("ranks")), strict=True)
@@ -196,7 +196,7 @@ def test_draws_without_a_seed_are_the_same_on_both(
 def test_ranks_agree_on_the_pace_that_rank_0_is_told(
     answers: dict[str, tuple[Answer, Answer]], whole: Callable[[str], list[Result]]
 ) -> None:
-    first, second = answers["paced"]
+    first, second = answers["scheduled"]
     assert first.tokens == second.tokens == {r.request_id: r.token_ids for r in whole("dense")}
     counts = [
         [(r.request_id, r.rounds, r.drafted, r.accept_counts) for r in a.results]

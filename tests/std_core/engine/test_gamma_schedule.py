@@ -17,25 +17,35 @@ from std_core.decoding.accept import accept_equal
 from std_core.engine.batch import LATELY, Batch
 from std_core.engine.engine import Engine
 from std_core.kernels.cpu import loader
-from std_core.types import ROUNDS, Draft, Pace, Request, Result, Sampling
+from std_core.types import (
+    MIN_DRAFTED_ROUNDS,
+    Draft,
+    FirstTokens,
+    GammaSchedule,
+    Request,
+    Result,
+    Sampling,
+)
 
 WIDEST = 6
 DRAFTS = {
-    "own": Draft("full", depth=0.4, gamma=WIDEST),
-    "kept": Draft("std", keep=0.2, gamma=WIDEST),
+    "target": Draft("full", depth=0.4, gamma=WIDEST),
+    "selected": Draft("std", keep=0.2, gamma=WIDEST),
     "refresh": Draft("snapkv", keep=0.2, refresh=2, gamma=WIDEST),
-    "second": Draft("std", keep=0.3, gamma=WIDEST, model="second"),
+    "draft_model": Draft("std", keep=0.3, gamma=WIDEST, model="second"),
     "ngram": Draft("ngram", gamma=WIDEST),
 }
 Texts = dict[str, list[int]]
 # of each its rows, its γ, and the (accepted, refused) that its verification gave them
-Rounds = list[tuple[int, int, tuple[int, int]]]
+Rounds = list[tuple[int, int, FirstTokens]]
 
 
-def paces(most: int = WIDEST) -> st.SearchStrategy[Pace]:
+def schedules(max_gamma: int = WIDEST) -> st.SearchStrategy[GammaSchedule]:
     """Any at all, for the fixture's three slots."""
-    classes = st.lists(st.integers(0, most), min_size=1, max_size=5).map(tuple)
-    return st.builds(Pace, st.lists(classes, min_size=1, max_size=3).map(tuple), st.floats(0, 1))
+    classes = st.lists(st.integers(0, max_gamma), min_size=1, max_size=5).map(tuple)
+    return st.builds(
+        GammaSchedule, st.lists(classes, min_size=1, max_size=3).map(tuple), st.floats(0, 1)
+    )
 
 
 @pytest.fixture
@@ -75,7 +85,8 @@ def watched(patch: pytest.MonkeyPatch) -> Rounds:
             (int(done.accepted[slot] > 0), int(done.accepted[slot] == 0 < done.proposed[slot]))
             for slot in rows
         ]
-        seen.append((len(rows), gamma, (sum(a for a, _ in firsts), sum(b for _, b in firsts))))
+        counts = FirstTokens(sum(a for a, _ in firsts), sum(b for _, b in firsts))
+        seen.append((len(rows), gamma, counts))
         return done
 
     patch.setattr(Batch, "_decoded", noted)
@@ -90,25 +101,30 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
 # --------------------------------------------------------------------------------------- the record
 
 
-@given(paces(), st.integers(1, 9), st.floats(0, 1))
-def test_a_pace_looks_up_rows_and_acceptance(pace: Pace, rows: int, acceptance: float) -> None:
-    classes = pace.gammas[min(rows, len(pace.gammas)) - 1]
+@given(schedules(), st.integers(1, 9), st.floats(0, 1))
+def test_a_gamma_schedule_looks_up_rows_and_acceptance(
+    schedule: GammaSchedule, rows: int, acceptance: float
+) -> None:
+    classes = schedule.gammas[min(rows, len(schedule.gammas)) - 1]
     bounds = [(i / len(classes), (i + 1) / len(classes)) for i in range(len(classes))]
     near = {
         g
         for g, (low, high) in zip(classes, bounds, strict=True)
         if low - 1e-9 <= acceptance <= high + 1e-9
     }
-    assert pace.gamma(rows, acceptance) in near
-    assert pace.least <= pace.gamma(rows, acceptance) <= pace.most
+    assert schedule.gamma(rows, acceptance) in near
+    assert schedule.min_gamma <= schedule.gamma(rows, acceptance) <= schedule.max_gamma
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=LATELY), st.floats(0, 1))
+@given(
+    st.lists(st.builds(FirstTokens, st.integers(0, 9), st.integers(0, 3)), max_size=LATELY),
+    st.floats(0, 1),
+)
 def test_acceptance_is_the_expected_one_until_three_rounds_have_drafted(
-    seen: list[tuple[int, int]], expected: float
+    seen: list[FirstTokens], expected: float
 ) -> None:
-    found = Pace(((1,),), expected).acceptance(seen)
-    if sum(a + r > 0 for a, r in seen) < ROUNDS:
+    found = GammaSchedule(((1,),), expected).acceptance(seen)
+    if sum(a + r > 0 for a, r in seen) < MIN_DRAFTED_ROUNDS:
         assert found == expected
     else:
         accepted = sum(a for a, _ in seen)
@@ -117,26 +133,29 @@ def test_acceptance_is_the_expected_one_until_three_rounds_have_drafted(
 
 
 @pytest.mark.parametrize("gammas", [(), ((),), ((1,), ()), ((3, -1),)])
-def test_a_table_with_holes_is_no_pace(gammas: tuple[tuple[int, ...], ...]) -> None:
+def test_a_table_with_holes_is_no_gamma_schedule(gammas: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match="γ of 0 or more"):
-        Pace(gammas, 0.5)
+        GammaSchedule(gammas, 0.5)
 
 
 # ------------------------------------------------------------------------------- texts don't change
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_texts_are_the_dense_loops_at_any_pace(
+def test_texts_are_the_dense_loops_at_any_gamma_schedule(
     engine: Engine, ragged: list[Request], dense: Texts, draft_of: Callable[[str], Draft], name: str
 ) -> None:
     @settings(deadline=None, max_examples=4, database=None)
-    @given(paces(), st.randoms(use_true_random=False))
-    def check(pace: Pace, rng: random.Random) -> None:
+    @given(schedules(), st.randoms(use_true_random=False))
+    def check(schedule: GammaSchedule, rng: random.Random) -> None:
         asked = rng.sample(ragged, len(ragged))
-        results = list(engine.run([pace, *asked], draft_of(name)))
+        results = list(engine.run([schedule, *asked], draft_of(name)))
         assert texts(iter(results)) == dense
-        least = max(pace.least, int(name == "second"))
-        assert all(least * r.rounds <= r.drafted <= max(1, pace.most) * r.rounds for r in results)
+        min_gamma = max(schedule.min_gamma, int(name == "draft_model"))
+        assert all(
+            min_gamma * r.rounds <= r.drafted <= max(1, schedule.max_gamma) * r.rounds
+            for r in results
+        )
         assert all(r.accepted <= r.proposed <= r.drafted for r in results)
 
     check()
@@ -145,7 +164,7 @@ def test_texts_are_the_dense_loops_at_any_pace(
 @pytest.mark.parametrize(
     "draft", [Draft("std", keep=1.0), Draft("full", depth=0.95), Draft("std", keep=1.0, model="x")]
 )
-def test_a_draft_that_keeps_everything_is_always_accepted_at_any_pace(
+def test_a_draft_that_keeps_everything_is_always_accepted_at_any_gamma_schedule(
     engine: Engine, requests: list[Request], tiny_model: Path, draft: Draft
 ) -> None:
     """Dense rounds and rounds of any γ leave behind them what drafts go on from."""
@@ -154,18 +173,18 @@ def test_a_draft_that_keeps_everything_is_always_accepted_at_any_pace(
     proposed = []
 
     @settings(deadline=None, max_examples=5, database=None)
-    @given(st.lists(paces(), min_size=5, max_size=5))
-    def check(each: list[Pace]) -> None:
+    @given(st.lists(schedules(), min_size=5, max_size=5))
+    def check(each: list[GammaSchedule]) -> None:
         results = list(engine.run(chain.from_iterable(zip(each, asked, strict=True)), draft))
         assert [r.accepted for r in results] == [r.proposed for r in results]
-        assert not any(sum(r.refuse_counts) for r in results)
+        assert not any(sum(r.reject_counts) for r in results)
         proposed.append(sum(r.proposed for r in results))
 
     check()
     assert sum(proposed) > 20
 
 
-def test_strict_texts_are_the_dense_loops_in_bfloat16_at_any_pace(
+def test_strict_texts_are_the_dense_loops_in_bfloat16_at_any_gamma_schedule(
     tiny_model: Path, ragged: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On PyTorch's operations, whose sums depend on the shapes they are made in."""
@@ -174,9 +193,9 @@ def test_strict_texts_are_the_dense_loops_in_bfloat16_at_any_pace(
     expected = texts(engine.run(ragged, None))
 
     @settings(deadline=None, max_examples=3, database=None)
-    @given(paces(), st.sampled_from(["kept", "own", "ngram", "refresh"]))
-    def check(pace: Pace, name: str) -> None:
-        assert texts(engine.run([pace, *reversed(ragged)], DRAFTS[name])) == expected
+    @given(schedules(), st.sampled_from(["selected", "target", "ngram", "refresh"]))
+    def check(schedule: GammaSchedule, name: str) -> None:
+        assert texts(engine.run([schedule, *reversed(ragged)], DRAFTS[name])) == expected
 
     check()
 
@@ -189,7 +208,9 @@ def test_draws_without_a_seed_go_on_through_dense_rounds(
         replace(r, sampling=Sampling(9, temperature=1.0)) if i in (1, 2) else r
         for i, r in enumerate(ragged)
     ]
-    found = texts(engine.run([Pace(((4, 0, 2), (0,), (3, 1)), 0.5), *fresh], draft_of(name)))
+    found = texts(
+        engine.run([GammaSchedule(((4, 0, 2), (0,), (3, 1)), 0.5), *fresh], draft_of(name))
+    )
     assert all(len(found[r.request_id]) == r.sampling.max_tokens for r in fresh)
     assert all(
         found[r.request_id] == dense[r.request_id] for i, r in enumerate(ragged) if i not in (1, 2)
@@ -208,7 +229,8 @@ def test_gamma_follows_the_rows_that_are_left(
     ]
     results = list(
         engine.run(
-            [Pace(tuple((g,) for g in of_rows.values()), 0.5), *asked], Draft("full", gamma=5)
+            [GammaSchedule(tuple((g,) for g in of_rows.values()), 0.5), *asked],
+            Draft("full", gamma=5),
         )
     )
     assert {rows for rows, _, _ in rounds} == {1, 2, 3}
@@ -222,17 +244,17 @@ def test_every_round_has_the_gamma_of_its_rows_and_of_what_was_seen(
     engine: Engine, requests: list[Request], data: st.DataObject
 ) -> None:
     """By the table, read again from what each round had given; and twice the same."""
-    pace = data.draw(paces())
+    schedule = data.draw(schedules())
     draft = Draft("random", k=1, gamma=WIDEST, seed=data.draw(st.integers(0, 3)))
     asked = [
         replace(r, sampling=Sampling(n)) for r, n in zip(requests, (30, 8, 3, 16), strict=False)
     ]
     with pytest.MonkeyPatch.context() as patch:
         seen = watched(patch)
-        first = list(engine.run([pace, *asked], draft))
+        first = list(engine.run([schedule, *asked], draft))
         once = list(seen)
         seen.clear()
-        again = list(engine.run([pace, *asked], draft))
+        again = list(engine.run([schedule, *asked], draft))
     assert once == seen
     same = (
         "request_id",
@@ -242,7 +264,7 @@ def test_every_round_has_the_gamma_of_its_rows_and_of_what_was_seen(
         "proposed",
         "accepted",
         "accept_counts",
-        "refuse_counts",
+        "reject_counts",
     )
     assert [[getattr(r, n) for n in same] for r in first] == [
         [getattr(r, n) for n in same] for r in again
@@ -251,8 +273,8 @@ def test_every_round_has_the_gamma_of_its_rows_and_of_what_was_seen(
         lately = [count_accepted_rejected for _, _, count_accepted_rejected in once[:number]][
             -LATELY:
         ]
-        assert gamma == pace.gamma(rows, pace.acceptance(lately))
-    assert sum(r.refuse_counts[0] for r in first) == sum(refused for _, _, (_, refused) in once)
+        assert gamma == schedule.gamma(rows, schedule.acceptance(lately))
+    assert sum(r.reject_counts[0] for r in first) == sum(refused for _, _, (_, refused) in once)
     assert sum(sum(r.accept_counts[1:]) for r in first) == sum(
         accepted for _, _, (accepted, _) in once
     )
@@ -269,23 +291,23 @@ def test_a_gate_that_closes_opens_again_for_a_few_rounds(
     monkeypatch.setattr(
         "std_core.decoding.round.accept_equal", lambda d, t: accept_equal(d, t) * int(good)
     )
-    pace = Pace(((0, 4),), 0.9)  # drafts where more than half is accepted
+    schedule = GammaSchedule(((0, 4),), 0.9)  # drafts where more than half is accepted
     asked = replace(requests[0], sampling=Sampling(100))
-    list(engine.run([pace, asked], Draft("full", gamma=4)))
-    cycle = [4] * ROUNDS + [0] * (LATELY - ROUNDS + 1)
+    list(engine.run([schedule, asked], Draft("full", gamma=4)))
+    cycle = [4] * MIN_DRAFTED_ROUNDS + [0] * (LATELY - MIN_DRAFTED_ROUNDS + 1)
     gammas = [gamma for _, gamma, _ in rounds]
     assert len(gammas) == 99 and gammas[: 2 * len(cycle)] == 2 * cycle
     rounds.clear()
     good = True
-    list(engine.run([pace, asked], Draft("full", gamma=4)))
+    list(engine.run([schedule, asked], Draft("full", gamma=4)))
     assert Counter(gamma for _, gamma, _ in rounds) == {4: -(-99 // 5)}
 
 
-def test_a_pace_on_the_way_holds_from_there_on(
+def test_a_gamma_schedule_on_the_way_holds_from_there_on(
     engine: Engine, requests: list[Request], rounds: Rounds
 ) -> None:
     asked = [replace(r, sampling=Sampling(8)) for r in requests[:4]]
-    fixed = [Pace(((gamma,),), 0.5) for gamma in (1, 3)]
+    fixed = [GammaSchedule(((gamma,),), 0.5) for gamma in (1, 3)]
     alone = replace(engine, max_num_seqs=1, prefixes=None)
     list(
         alone.run(
@@ -297,17 +319,19 @@ def test_a_pace_on_the_way_holds_from_there_on(
     assert gammas == sorted(gammas, key=(5, 1, 3).index) and set(gammas) == {5, 1, 3}
 
 
-def test_a_pace_beyond_the_drafts_gamma_is_refused(engine: Engine, requests: list[Request]) -> None:
+def test_a_gamma_schedule_beyond_the_drafts_gamma_is_refused(
+    engine: Engine, requests: list[Request]
+) -> None:
     for draft in (Draft("std", gamma=3), None):
         with pytest.raises(ValueError, match="up to 4 tokens a round"):
-            next(engine.run([Pace(((0, 4),), 0.5), requests[0]], draft))
+            next(engine.run([GammaSchedule(((0, 4),), 0.5), requests[0]], draft))
 
 
-def test_unverified_decoding_has_no_pace(engine: Engine, requests: list[Request]) -> None:
+def test_unverified_decoding_has_no_gamma_schedule(engine: Engine, requests: list[Request]) -> None:
     asked = requests[:2]
     draft = Draft("random", k=1, gamma=3)
-    plain, paced = (
-        list(engine.run([*pace, *asked], draft, mode="sparse"))
-        for pace in ([], [Pace(((0,),), 0.5)])
+    plain, scheduled = (
+        list(engine.run([*schedule, *asked], draft, mode="sparse"))
+        for schedule in ([], [GammaSchedule(((0,),), 0.5)])
     )
-    assert texts(iter(plain)) == texts(iter(paced))
+    assert texts(iter(plain)) == texts(iter(scheduled))

@@ -42,49 +42,41 @@ def attend_rows(
     rows, heads, width, dim = query.shape
     output = torch.empty_like(query)
     logsumexp = query.new_empty(rows, heads, width, dtype=torch.float32)
-    loader.call(
-        "attend_rows",
-        query.dtype,
-        query=query.data_ptr(),
-        key=own.key.data_ptr(),
-        value=own.value.data_ptr(),
-        row_stride=own.key.stride(0),
-        head_stride=own.key.stride(1),
-        lengths=lengths.data_ptr(),
-        **_prefix_arguments(prefix, groups),
-        rows=rows,
-        heads=heads,
-        kv_heads=own.key.shape[1],
-        width=width,
-        dim=dim,
-        scale=scale,
-        output=output.data_ptr(),
-        logsumexp=logsumexp.data_ptr(),
-        threads=torch.get_num_threads(),
+    prefix_key = prefix_value = prefix_stride = prefix_head_stride = 0
+    prefix_of_row = prefix_lengths = prefixes = 0
+    if prefix is not None and groups is not None:
+        prefix_key = prefix.key.data_ptr()
+        prefix_value = prefix.value.data_ptr()
+        prefix_stride = prefix.key.stride(0)
+        prefix_head_stride = prefix.key.stride(1)
+        prefix_of_row = groups.prefix_of_row.data_ptr()
+        prefix_lengths = groups.prefix_lengths.data_ptr()
+        prefixes = len(groups.prefix_lengths)
+    loader.kernel("attend_rows", query.dtype)(
+        query.data_ptr(),
+        own.key.data_ptr(),
+        own.value.data_ptr(),
+        own.key.stride(0),
+        own.key.stride(1),
+        prefix_key,
+        prefix_value,
+        prefix_stride,
+        prefix_head_stride,
+        lengths.data_ptr(),
+        prefix_of_row,
+        prefix_lengths,
+        rows,
+        heads,
+        own.key.shape[1],
+        width,
+        dim,
+        prefixes,
+        scale,
+        output.data_ptr(),
+        logsumexp.data_ptr(),
+        torch.get_num_threads(),
     )
     return Attention(output, logsumexp)
-
-
-def _prefix_arguments(prefix: Segment | None, groups: PrefixGroups | None) -> dict[str, int]:
-    if prefix is None or groups is None:
-        return {
-            "prefix_key": 0,
-            "prefix_value": 0,
-            "prefix_stride": 0,
-            "prefix_head_stride": 0,
-            "prefix_of_row": 0,
-            "prefix_lengths": 0,
-            "prefixes": 0,
-        }
-    return {
-        "prefix_key": prefix.key.data_ptr(),
-        "prefix_value": prefix.value.data_ptr(),
-        "prefix_stride": prefix.key.stride(0),
-        "prefix_head_stride": prefix.key.stride(1),
-        "prefix_of_row": groups.prefix_of_row.data_ptr(),
-        "prefix_lengths": groups.prefix_lengths.data_ptr(),
-        "prefixes": len(groups.prefix_lengths),
-    }
 
 
 def attend_chunk(query: torch.Tensor, segments: list[Segment], scale: float) -> Attention:
@@ -98,20 +90,18 @@ def attend_chunk(query: torch.Tensor, segments: list[Segment], scale: float) -> 
         [(k.data_ptr(), v.data_ptr(), k.stride(1), k.shape[2]) for k, v in segments],
         dtype=torch.int64,
     )
-    loader.call(
-        "attend_chunk",
-        query.dtype,
-        query=query.data_ptr(),
-        segments=table.data_ptr(),
-        num_segments=len(segments),
-        heads=heads,
-        kv_heads=segments[0].key.shape[1],
-        width=width,
-        dim=dim,
-        scale=scale,
-        output=output.data_ptr(),
-        logsumexp=logsumexp.data_ptr(),
-        threads=torch.get_num_threads(),
+    loader.kernel("attend_chunk", query.dtype)(
+        query.data_ptr(),
+        table.data_ptr(),
+        len(segments),
+        heads,
+        segments[0].key.shape[1],
+        width,
+        dim,
+        scale,
+        output.data_ptr(),
+        logsumexp.data_ptr(),
+        torch.get_num_threads(),
     )
     return Attention(output, logsumexp)
 
@@ -119,19 +109,17 @@ def attend_chunk(query: torch.Tensor, segments: list[Segment], scale: float) -> 
 def write_rows(cache: torch.Tensor, lengths: torch.Tensor, new: torch.Tensor) -> None:
     """See `std_core.kernels.attention.write_rows`."""
     rows, kv_heads, width, dim = new.shape
-    loader.call(
-        "write_rows",
-        cache.dtype,
-        new=new.data_ptr(),
-        row_stride=new.stride(0),
-        head_stride=new.stride(1),
-        token_stride=new.stride(2),
-        cache=cache.data_ptr(),
-        cache_row_stride=cache.stride(0),
-        cache_head_stride=cache.stride(1),
-        lengths=lengths.data_ptr(),
-        rows=rows,
-        kv_heads=kv_heads,
-        width=width,
-        dim=dim,
+    loader.kernel("write_rows", cache.dtype)(
+        new.data_ptr(),
+        new.stride(0),
+        new.stride(1),
+        new.stride(2),
+        cache.data_ptr(),
+        cache.stride(0),
+        cache.stride(1),
+        lengths.data_ptr(),
+        rows,
+        kv_heads,
+        width,
+        dim,
     )

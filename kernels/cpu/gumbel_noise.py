@@ -22,17 +22,15 @@ def keyed_sample(
     positions = positions.contiguous()
     rows, width, vocabulary = scores.shape
     tokens = torch.empty_like(positions)
-    loader.call(
-        "draw",
-        scores.dtype,
-        scores=scores.data_ptr(),
-        seeds=seeds.data_ptr(),
-        seeded=seeded.data_ptr(),
-        positions=positions.data_ptr(),
-        tokens=tokens.data_ptr(),
-        rows=rows,
-        width=width,
-        vocabulary=vocabulary,
-        threads=torch.get_num_threads(),
+    loader.kernel("draw", scores.dtype)(
+        scores.data_ptr(),
+        seeds.data_ptr(),
+        seeded.data_ptr(),
+        positions.data_ptr(),
+        tokens.data_ptr(),
+        rows,
+        width,
+        vocabulary,
+        torch.get_num_threads(),
     )
     return tokens

@@ -38,18 +38,16 @@ def _product(
     x = x.contiguous()
     out, width = weight.shape
     y = x.new_empty(*x.shape[:-1], out)
-    loader.call(
-        "linear",
-        x.dtype,
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        up=0 if up is None else up.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        y=y.data_ptr(),
-        rows=x.numel() // width,
-        in_channels=width,
-        out_channels=out,
-        threads=torch.get_num_threads(),
+    loader.kernel("linear", x.dtype)(
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if up is None else up.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        x.numel() // width,
+        width,
+        out,
+        torch.get_num_threads(),
     )
     return y
 
@@ -59,14 +57,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     width = x.shape[-1]
-    loader.call(
-        "rms_norm",
-        x.dtype,
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        y=y.data_ptr(),
-        rows=x.numel() // width,
-        width=width,
-        eps=eps,
+    loader.kernel("rms_norm", x.dtype)(
+        x.data_ptr(),
+        weight.data_ptr(),
+        y.data_ptr(),
+        x.numel() // width,
+        width,
+        eps,
     )
     return y

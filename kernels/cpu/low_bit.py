@@ -63,18 +63,16 @@ def low_bit_linear(
     if packed.bits == 4:
         scale, offset = packed.scale
     y = x.new_empty(rows, len(scale))
-    loader.call(
-        f"int{packed.bits}",
-        x.dtype,
-        x=x.data_ptr(),
-        weight=packed.weight.data_ptr(),
-        scale=scale.data_ptr(),
-        offset=0 if offset is None else offset.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        y=y.data_ptr(),
-        rows=rows,
-        in_channels=channels,
-        out_channels=len(scale),
-        threads=torch.get_num_threads(),
+    loader.kernel(f"int{packed.bits}", x.dtype)(
+        x.data_ptr(),
+        packed.weight.data_ptr(),
+        scale.data_ptr(),
+        0 if offset is None else offset.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        rows,
+        channels,
+        len(scale),
+        torch.get_num_threads(),
     )
     return y

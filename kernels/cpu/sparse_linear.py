@@ -19,16 +19,14 @@ def sparse_product(x: torch.Tensor, weight: torch.Tensor, threshold: float) -> t
     x = x.contiguous()
     out, width = weight.shape
     y = x.new_empty(*x.shape[:-1], out)
-    loader.call(
-        "sparse",
-        x.dtype,
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        y=y.data_ptr(),
-        rows=x.numel() // width,
-        in_channels=width,
-        out_channels=out,
-        threshold=threshold,
-        threads=torch.get_num_threads(),
+    loader.kernel("sparse", x.dtype)(
+        x.data_ptr(),
+        weight.data_ptr(),
+        y.data_ptr(),
+        x.numel() // width,
+        width,
+        out,
+        threshold,
+        torch.get_num_threads(),
     )
     return y

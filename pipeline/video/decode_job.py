@@ -1,7 +1,6 @@
-"""What a decoder is handed and where it puts its frames; shared by the decoders and the process
-they run in.
+"""The interface of the decoders: the job that a decoder gets and the buffer that it fills.
 
-Nothing here, or in what the decoders import, needs torch, so that the process starts fast.
+Neither this module nor the decoders import torch, so that a decoding process starts fast.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import numpy as np
 
 from pipeline.video.containers import HEAD, Readable, sniff
 
-# s; at most a quarter of a frame: containers round their time stamps to a millisecond, GIF to ten
-SLACK = 0.010
+MAX_TOLERANCE = 0.010  # s; containers round time stamps: Matroska to 1 ms, GIF to 10 ms
+LOST = -1  # frame index of a planned time whose frame is missing or damaged
 
 
 class DecodeError(Exception):
-    """A reason for which an attempt ends, with its error code."""
+    """An attempt failed; `code` is an error code, `reason` a clause for the error message."""
 
     def __init__(self, code: str, reason: str):
         super().__init__(reason)
@@ -30,106 +29,126 @@ class DecodeError(Exception):
 
 @dataclass(frozen=True)
 class DecodeJob:
-    """One attempt. Filled by `pipeline.video.frames`; plain values, since it travels as JSON."""
+    """One decoding attempt, made by `pipeline.video.frames`. It travels to the decoding process as
+    JSON, so its fields are plain values."""
 
     source: str  # absolute local path, or URL where `remote`
     remote: bool
     times: tuple[float, ...]  # s from the first frame, ascending
-    start: float  # s, the first frame's presentation time
-    fps: float  # of the video, average
-    height: int  # of the frames wanted
+    start: float  # s, presentation time of the first frame
+    fps: float  # average frame rate of the video
+    height: int  # of the output frames, pixels
     width: int
-    frame_bytes: int  # of a frame as it is stored, RGB
+    frame_bytes: int  # one RGB frame at the video's own size
     size_bytes: int  # of the file
-    target: str = ""  # where a download goes
+    download_path: str = ""  # local path for `pipeline.video.download`
 
     @property
-    def slack(self) -> float:
-        """s by which a frame may begin later than a planned time and still be the one that is
-        meant."""
-        return min(SLACK, 0.25 / self.fps)
+    def tolerance(self) -> float:
+        """Seconds by which a frame may begin after a planned time and still be its frame; at most
+        a quarter of a frame."""
+        return min(MAX_TOLERANCE, 0.25 / self.fps)
 
 
 class FrameBuffer:
-    """Where a decoder puts what it finds, planned time by planned time: frames one after another
-    into shared memory, with room for all that are planned, and for each time which of them it
-    shows.
+    """Where a decoder writes its frames, in the order of the planned times.
+
+    Frames lie one after another in shared memory, which has room for one frame per planned time.
+    Several planned times may share a frame.
 
     Attributes:
-        pts: s from the first frame, of the frames that were put.
-        frame_indices: per planned time, in order, the number of its frame, or -1 where it is lost.
+        pts: s from the first frame of the video, per stored frame.
+        frame_indices: per planned time handled so far, the index of its frame in `pts`, or `LOST`.
     """
 
     def __init__(self, memory: int, job: DecodeJob):
-        self.memory = memory
-        self.shape = (job.height, job.width, 3)
-        self.room = len(job.times)
+        self.memory = memory  # file descriptor
+        self.frame_shape = (job.height, job.width, 3)
+        self.num_times = len(job.times)
         self.pts: list[float] = []
         self.frame_indices: list[int] = []
-        os.ftruncate(memory, self.room * math.prod(self.shape))
+        os.ftruncate(memory, self.num_times * math.prod(self.frame_shape))
 
-    def add(self, at: float, image: np.ndarray) -> None:
-        """The next planned time's frame, which begins `at` s after the first one; (height, width,
-        3) uint8."""
-        if (
-            len(self.frame_indices) == self.room
-            or image.shape != self.shape
-            or image.dtype != np.uint8
-        ):
-            raise DecodeError("decode_error", "it gave other frames than were planned")
+    def add(self, pts: float, image: np.ndarray) -> None:
+        """Stores the frame of the next planned time.
+
+        Args:
+            pts: s from the first frame of the video.
+            image: (height, width, 3) uint8, RGB.
+
+        Raises:
+            DecodeError: the frame has another shape or type, or no planned time is left.
+        """
+        full = len(self.frame_indices) == self.num_times
+        if full or image.shape != self.frame_shape or image.dtype != np.uint8:
+            raise DecodeError("decode_error", "it returned other frames than were planned")
         os.pwrite(self.memory, np.ascontiguousarray(image).data, len(self.pts) * image.size)
-        self.pts.append(round(at, 6))
-        self.frame_indices.append(len(self.pts) - 1)
+        self.pts.append(round(pts, 6))
+        self.repeat_last()
 
     def repeat_last(self) -> None:
-        """The next planned time shows the frame that was put last."""
+        """Gives the next planned time the frame that was added last."""
         self.frame_indices.append(len(self.pts) - 1)
 
     def mark_lost(self) -> None:
-        """The next planned time's frame is missing or damaged."""
-        self.frame_indices.append(-1)
+        """Marks the frame of the next planned time as missing or damaged."""
+        self.frame_indices.append(LOST)
 
     @property
     def num_lost(self) -> int:
-        """Planned times without a frame so far, those that no decoder came to included."""
-        return self.room - len(self.frame_indices) + self.frame_indices.count(-1)
+        """Planned times without a frame, including those that were not handled yet."""
+        unhandled = self.num_times - len(self.frame_indices)
+        return unhandled + self.frame_indices.count(LOST)
 
     def clear(self) -> None:
-        """Forgets everything, for a decoder that starts again."""
+        """Empties the buffer for a second pass over the video."""
         self.pts.clear()
         self.frame_indices.clear()
 
 
 def demuxer_of(source: str, reader: Readable | None = None) -> str:
-    """The demuxer of a file, by its first bytes: the file may have changed since it was probed."""
+    """FFmpeg's demuxer for a local path, or for `reader` where one is given.
+
+    The first bytes are read again, since the file may have changed after it was probed.
+
+    Raises:
+        DecodeError: `not_a_video`.
+    """
     if reader is None:
         with open(source, "rb") as local:
-            known = sniff(local.read(HEAD))
+            head = local.read(HEAD)
     else:
-        known = sniff(reader.read(HEAD))
+        head = reader.read(HEAD)
         reader.seek(0)
-    if known is None:
-        raise DecodeError("not_a_video", "it does not begin like a video")
-    return known[0]
+    container = sniff(head)
+    if container is None:
+        raise DecodeError("not_a_video", "its first bytes are those of no video container")
+    return container.demuxer
 
 
 def resize(image: np.ndarray | av.VideoFrame, height: int, width: int, rotation: int) -> np.ndarray:
-    """Bicubic with antialiasing, then turned counter-clockwise. A frame, or (H, W, 3) uint8, to
-    (height, width, 3).
+    """Resizes a frame, bicubic with antialiasing, then rotates it.
 
-    Each colour by itself, in FFmpeg's scaler: that takes a third of the time that Hugging Face's
-    resize does, from which it differs by 0.3 grey levels on average and by 2 at most in 99 of 100
-    values of real footage. Straight from YUV it would take half of that, but colours would bleed by
-    half a pixel."""
-    frame = (
-        av.VideoFrame.from_ndarray(image, format="rgb24")
-        if isinstance(image, np.ndarray)
-        else image
-    )
-    wide, high = (height, width) if rotation % 180 else (width, height)
-    if (frame.width, frame.height) == (wide, high):
-        return np.rot90(frame.to_ndarray(format="rgb24"), rotation // 90)
-    scaled = frame.reformat(format="gbrp").reformat(
-        width=wide, height=high, interpolation="BICUBIC"
-    )
-    return np.rot90(scaled.to_ndarray(format="rgb24"), rotation // 90)
+    FFmpeg's scaler takes a third of the time of Hugging Face's resize. The results differ by 0.3
+    grey levels on average, and by at most 2 for 99 of 100 values of real footage. The colour planes
+    are scaled separately: scaling YUV directly would halve the time again but shift colours by half
+    a pixel.
+
+    Args:
+        image: a decoded frame, or (H, W, 3) uint8, RGB.
+        height, width: of the result, pixels.
+        rotation: degrees counter-clockwise; a multiple of 90.
+
+    Returns:
+        (height, width, 3) uint8, RGB.
+    """
+    if isinstance(image, np.ndarray):
+        frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+    else:
+        frame = image
+    if rotation % 180:  # the size before the rotation
+        height, width = width, height
+    if (frame.height, frame.width) != (height, width):
+        planar = frame.reformat(format="gbrp")
+        frame = planar.reformat(width=width, height=height, interpolation="BICUBIC")
+    return np.rot90(frame.to_ndarray(format="rgb24"), rotation // 90)

@@ -1,9 +1,10 @@
-"""Which moments of a video are looked at, and at which size: a pure function of its headers.
+"""Chooses sample times and frame size of a video, from its headers alone.
 
-The rules are Qwen's. Frames: `fps` or `nframes`, in multiples of the temporal patch, evenly from
-the first to the last frame of the chosen part. Size: sides are multiples of the patch × merge size,
-pixels between a minimum and a maximum, and `total_pixels`, given or the model's, is shared evenly
-by the frames. A model that knows one frame size only gets that."""
+The rules are Qwen's. Number of frames: by `fps` or `nframes`, a multiple of the temporal patch,
+evenly from the first to the last frame of the chosen part. Size: sides are multiples of patch size
+× merge size, and pixels lie between a minimum and a maximum; `total_pixels`, given or the model's
+own, is shared evenly by the frames. A model with one fixed frame size gets that size.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import math
 from pipeline.records import FrameOptions, FramePlan, RequestError, VideoInfo
 from std_core.types import Geometry
 
-MAX_ASPECT = 200  # longer strips make no sense to any of the models
+MAX_ASPECT = 200  # the limit of Qwen's `smart_resize`
 
 
 def plan_frames(
@@ -21,25 +22,32 @@ def plan_frames(
     geometry: Geometry,
     window: tuple[float, float] | None = None,
 ) -> FramePlan:
-    """The sample of one video, or of a `window` of it (s, without the moment it ends), fixed before
-    a frame is decoded.
+    """Plans the sample of one video.
 
-    Its times count from the first frame's presentation time, ascend, are unique and lie inside the
-    chosen part; there are never more of them than frames in that part. Where the part holds less
+    Sample times count from the first frame's presentation time, ascend, are unique and lie inside
+    the chosen part. There are never more of them than the part has frames. If the part has fewer
     than one temporal patch, the model's processor repeats the last frame.
 
-    Raises: RequestError: `too_few_frames` where the chosen part holds no frame; `invalid_request`
-        for a frame more than
-            200 times as long as wide.
+    Args:
+        window: s, start (inclusive) and end (exclusive); replaces `options.video_start` and
+            `options.video_end`.
+
+    Raises:
+        RequestError: `too_few_frames` if the chosen part holds no frame; `invalid_request` for
+            frames more than 200 times as long as wide.
     """
-    first, last = _part(info, options) if window is None else _window(info, window)
-    count = _count(last - first + 1, info.fps, options, geometry.temporal_patch_size)
-    height, width = _size(info, count, options, geometry)
+    if window is None:
+        first, last = _frame_range(info, options)
+    else:
+        first, last = _window_range(info, window)
+    available = last - first + 1
+    count = _num_samples(available, info.fps, options, geometry.temporal_patch_size)
+    height, width = _frame_size(info, count, options, geometry)
     return FramePlan(
-        times=tuple(index / info.fps for index in _spread(first, last, count)),
+        times=tuple(number / info.fps for number in _evenly_spaced(first, last, count)),
         height=height,
         width=width,
-        fps=count / (last - first + 1) * info.fps,
+        fps=count / available * info.fps,
         tokens=geometry.tokens(count, height, width),
     )
 
@@ -47,75 +55,79 @@ def plan_frames(
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Sides nearest to the frame's shape that are multiples of `factor`, their product between the
-    bounds (one `factor` a side at least, which may exceed `max_pixels`). All in pixels."""
-    near_height, near_width = (
-        max(factor, round(side / factor) * factor) for side in (height, width)
-    )
+    """Qwen's `smart_resize`: height and width nearest to the frame's shape.
+
+    Both are multiples of `factor`, at least one each; their product lies between the bounds, unless
+    the smallest sides exceed `max_pixels`. All in pixels.
+    """
+    near_height = max(factor, round(height / factor) * factor)
+    near_width = max(factor, round(width / factor) * factor)
     if near_height * near_width > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
-        return tuple(
-            max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width)
-        )  # type: ignore[return-value]
+        return (
+            max(factor, math.floor(height / shrink / factor) * factor),
+            max(factor, math.floor(width / shrink / factor) * factor),
+        )
     if near_height * near_width < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
-        return tuple(math.ceil(side * grow / factor) * factor for side in (height, width))  # type: ignore[return-value]
+        return (
+            math.ceil(height * grow / factor) * factor,
+            math.ceil(width * grow / factor) * factor,
+        )
     return near_height, near_width
 
 
-def _part(info: VideoInfo, options: FrameOptions) -> tuple[int, int]:
-    """First and last frame number of the chosen part."""
+def _frame_range(info: VideoInfo, options: FrameOptions) -> tuple[int, int]:
+    """First and last frame number of the part that the options choose."""
     first = math.ceil((options.video_start or 0) * info.fps - 1e-6)
     last = info.frames - 1
     if options.video_end is not None:
         last = min(last, math.floor(options.video_end * info.fps + 1e-6))
     if first > last:
+        end = "the end" if options.video_end is None else f"{options.video_end:g} s"
         raise RequestError(
-            "too_few_frames", f"no frame {_described(info, options)}; choose another part"
+            "too_few_frames",
+            f"no frame lies between {options.video_start or 0:g} s and {end}: the video has "
+            f"{info.frames} in {info.duration:g} s; choose another part",
         )
     return first, last
 
 
-def _window(info: VideoInfo, window: tuple[float, float]) -> tuple[int, int]:
-    """First and last frame number of a window; a frame at its end is the next one's."""
-    first = math.ceil(window[0] * info.fps - 1e-6)
-    last = min(info.frames, math.ceil(window[1] * info.fps - 1e-6)) - 1
+def _window_range(info: VideoInfo, window: tuple[float, float]) -> tuple[int, int]:
+    """First and last frame number of a window; a frame at its end belongs to the next window."""
+    start, end = window
+    first = math.ceil(start * info.fps - 1e-6)
+    last = min(info.frames, math.ceil(end * info.fps - 1e-6)) - 1
     if first > last:
-        raise RequestError(
-            "too_few_frames", f"no frame lies between {window[0]:g} s and {window[1]:g} s"
-        )
+        raise RequestError("too_few_frames", f"no frame lies between {start:g} s and {end:g} s")
     return first, last
 
 
-def _described(info: VideoInfo, options: FrameOptions) -> str:
-    end = "the end" if options.video_end is None else f"{options.video_end:g} s"
-    return f"lies between {options.video_start or 0:g} s and {end}: the video has {info.frames} in {info.duration:g} s"
-
-
-def _count(existing: int, video_fps: float, options: FrameOptions, patch: int) -> int:
-    """How many of the part's frames are sampled: a multiple of `patch` wherever that many exist."""
+def _num_samples(
+    available: int, video_fps: float, options: FrameOptions, temporal_patch: int
+) -> int:
+    """The number of frames to sample: a multiple of the temporal patch if that many exist."""
     if options.nframes is not None:
-        wanted = float(round(options.nframes / patch) * patch)
+        wanted = float(round(options.nframes / temporal_patch) * temporal_patch)
     else:
-        lowest = math.ceil(options.min_frames / patch) * patch
-        highest = min(options.max_frames, existing) // patch * patch
-        wanted = min(max(existing / video_fps * options.fps, lowest), highest)
-    whole = math.floor(min(wanted, existing) / patch + 1e-9) * patch
-    return whole or min(existing, patch)
+        lowest = math.ceil(options.min_frames / temporal_patch) * temporal_patch
+        highest = min(options.max_frames, available) // temporal_patch * temporal_patch
+        wanted = min(max(available / video_fps * options.fps, lowest), highest)
+    count = math.floor(min(wanted, available) / temporal_patch + 1e-9) * temporal_patch
+    return count or min(available, temporal_patch)
 
 
-def _spread(first: int, last: int, count: int) -> list[int]:
-    """`count` frame numbers, evenly from `first` to `last`; unique, since there are at least as
-    many."""
+def _evenly_spaced(first: int, last: int, count: int) -> list[int]:
+    """`count` frame numbers from `first` to `last`; unique, since the range holds as many."""
     if count == 1:
         return [first]
     return [first + round(k * (last - first) / (count - 1)) for k in range(count)]
 
 
-def _size(
+def _frame_size(
     info: VideoInfo, count: int, options: FrameOptions, geometry: Geometry
 ) -> tuple[int, int]:
-    """Height and width of the frames handed to the model, in pixels."""
+    """Height and width of `count` sampled frames, in pixels."""
     height = info.height
     width = info.width
     if max(height, width) > MAX_ASPECT * min(height, width):
@@ -127,9 +139,10 @@ def _size(
     lowest = geometry.min_pixels if options.min_pixels is None else options.min_pixels
     highest = geometry.max_pixels if options.max_pixels is None else options.max_pixels
     total = geometry.total_pixels if options.total_pixels is None else options.total_pixels
+    lowest_share = int(lowest * 1.05)  # a shared budget never cuts a frame below this
     if total is not None:
         share = total * geometry.temporal_patch_size // count
-        highest = min(highest, max(share, int(lowest * 1.05)))
+        highest = min(highest, max(share, lowest_share))
     if geometry.video_pixels is not None:
-        highest = min(highest, max(geometry.video_pixels // count, int(lowest * 1.05)))
+        highest = min(highest, max(geometry.video_pixels // count, lowest_share))
     return smart_resize(height, width, geometry.factor, lowest, max_pixels=max(lowest, highest))

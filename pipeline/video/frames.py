@@ -1,44 +1,45 @@
-"""The frames stage: the planned frames of one video, decoded under limits, whatever the file does.
+"""Decodes the planned frames of one video, under limits.
 
-Local files go through decord, then PyAV. Remote ones through PyAV over range requests when the plan
-needs less than half of the file, else they are downloaded to a temporary folder, deleted
-afterwards, and treated as local."""
+Local files go through decord, then PyAV. Remote files go through PyAV by range requests if the plan
+needs less than half of the file; otherwise they are downloaded to a temporary folder and decoded as
+local files.
+"""
 
 from __future__ import annotations
 
 import math
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline import storage
 from pipeline.records import ERROR_CODES, FramePlan, Frames, RequestError, VideoInfo
 from pipeline.video.decode_job import DecodeError, DecodeJob
-from pipeline.video.frame_plan import plan_frames
-from pipeline.video.sandbox import DecodeOutcome, return_worker, take_worker
+from pipeline.video.sandbox import AttemptLimits, DecodeOutcome, return_worker, take_worker
 
-__all__ = ["Limits", "decode", "plan_frames"]
-
+# label to "module:function"; tried in this order
 DECODERS = {
     "decord": "pipeline.video.decord_reader:decode",
     "pyav": "pipeline.video.pyav_reader:decode",
 }
 _DOWNLOAD = "pipeline.video.download:download"
-_FINAL = frozenset(
+_FINAL_CODES = frozenset(  # errors that no other decoder can avoid
     ("not_found", "access_denied", "storage_error", "not_a_video", "no_video_stream")
-)  # for any decoder
+)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one video may take.
+    """What decoding one video may take.
 
     Args:
-        deadline: s of wall time for all attempts; each but the last gets half of what is left.
-        cpu_seconds: s of CPU time, per attempt; by default as long as the attempt may take.
+        deadline: s of wall time for all attempts; each but the last gets half of the rest.
+        cpu_seconds: s of CPU time per attempt; by default as much as its wall time.
         memory_bytes: private memory of an attempt.
-        download_bytes: the largest remote file that is copied to the local disk.
+        download_bytes: size of the largest remote file that is copied to the local disk.
     """
 
     deadline: float = 120.0
@@ -55,27 +56,24 @@ def decode(
     info: VideoInfo,
     plan: FramePlan,
     limits: Limits = DEFAULT_LIMITS,
-    decoders: dict[str, str] | None = None,
+    decoders: Mapping[str, str] | None = None,
 ) -> Frames:
-    """The frames of `plan`: those that exist and are intact, each once, in order.
+    """Decodes the planned frames: those that exist and are intact, each once, in order.
 
     Args:
-        uri: where the video lies; `info` and `plan` are its own.
-        limits: what it may take; of the deadline each window that the plan is for has one.
-        decoders: name to "module:function", in the order in which they are tried.
+        uri: of the video that `info` and `plan` belong to.
+        limits: the deadline holds per window of the plan.
+        decoders: label to "module:function", in the order in which they are tried.
 
-    Raises: RequestError: `truncated_file` where under half of the planned frames decode,
-        `zero_frames` where none does;
-            `decode_crashed`, `decode_timeout`, `decode_error` where every decoder failed, by the
-            last one's failure; `too_large`; storage's own codes.
+    Raises:
+        RequestError: `truncated_file` where under half of the planned frames decode, `zero_frames`
+            where none does; `decode_crashed`, `decode_timeout`, `decode_error` of the last decoder
+            where all failed; `too_large` to download; storage's own codes.
     """
-    local = storage.local_path(uri)
-    name = storage.display_uri(uri)
-    run = _Run(plan, limits, time.monotonic() + limits.deadline * plan.windows, name)
-    order = decoders or DECODERS
+    local_path = storage.local_path(uri)
     job = DecodeJob(
-        source=local or uri,
-        remote=local is None,
+        source=local_path or uri,
+        remote=local_path is None,
         times=plan.times,
         start=info.start,
         fps=info.fps,
@@ -84,103 +82,135 @@ def decode(
         frame_bytes=info.height * info.width * 3,
         size_bytes=info.size_bytes,
     )
-    won = run.first_good(job, order) if local else _remote(run, job, order)
-    if won is None:
-        raise run.failure()
-    label, outcome = won
+    attempts = _Attempts(
+        plan,
+        limits,
+        name=storage.display_uri(uri),
+        deadline_at=time.monotonic() + limits.deadline * plan.windows,
+    )
+    decoders = decoders or DECODERS
+    if job.remote:
+        success = _decode_remote(attempts, job, decoders)
+    else:
+        success = attempts.first_success(job, decoders)
+    if success is None:
+        raise attempts.failure()
+    outcome = success.outcome
     assert outcome.pixels is not None
     return Frames(
         outcome.pixels,
         pts=outcome.pts,
         fps=plan.fps,
-        frames_lost=outcome.frame_indices.count(-1),
+        frames_lost=outcome.num_lost,
         rotation=info.rotation,
-        decoder=label,
+        decoder=success.decoder,
         frame_indices=outcome.frame_indices,
     )
 
 
-def _remote(run: _Run, job: DecodeJob, order: dict[str, str]) -> tuple[str, DecodeOutcome] | None:
-    """In pieces if that is enough, else by a copy on the local disk."""
-    pieces = {label: decoder for label, decoder in order.items() if label == "pyav"}
-    if won := run.first_good(job, pieces, more=True):
-        return won
-    if job.size_bytes > run.limits.download_bytes:
+def _decode_remote(
+    attempts: _Attempts, job: DecodeJob, decoders: Mapping[str, str]
+) -> _Success | None:
+    """Decodes by range requests if possible, else from a copy on the local disk."""
+    by_ranges = {label: decoder for label, decoder in decoders.items() if label == "pyav"}
+    if success := attempts.first_success(job, by_ranges, more_follow=True):
+        return success
+    if job.size_bytes > attempts.limits.download_bytes:
         raise RequestError(
             "too_large",
-            f"{run.name} has {job.size_bytes} bytes, more than may be downloaded at once",
+            f"{attempts.name} has {job.size_bytes} bytes, more than may be downloaded at once",
         )
     with tempfile.TemporaryDirectory(prefix="video-") as folder:
-        copy = replace(job, target=str(Path(folder) / "video"))
-        outcome = run.attempt(_DOWNLOAD, copy, run.left / 2)
+        path = str(Path(folder) / "video")
+        seconds = attempts.seconds_left / 2
+        outcome = attempts.run(_DOWNLOAD, replace(job, download_path=path), seconds)
         if outcome.error:
+            reason = outcome.error.reason
             raise RequestError(
-                outcome.error[0], f"{run.name} could not be downloaded: {outcome.error[1]}"
+                outcome.error.code, f"{attempts.name} could not be downloaded: {reason}"
             )
-        return run.first_good(replace(job, source=copy.target, remote=False), order)
+        return attempts.first_success(replace(job, source=path, remote=False), decoders)
+
+
+class _Success(NamedTuple):
+    decoder: str  # its label
+    outcome: DecodeOutcome
+
+
+class _Failure(NamedTuple):
+    decoder: str  # its label
+    code: str
+    reason: str
 
 
 @dataclass
-class _Run:
-    """The attempts at one video, and why those so far failed."""
+class _Attempts:
+    """The attempts at one video, and the failures so far."""
 
     plan: FramePlan
     limits: Limits
-    ends: float  # on the monotonic clock, s
-    name: str  # of the video, fit for messages
-    failures: list[tuple[str, str, str]] = field(default_factory=list)  # decoder, code, reason
+    name: str  # of the video, for messages
+    deadline_at: float  # monotonic clock, s
+    failures: list[_Failure] = field(default_factory=list)
 
     @property
-    def left(self) -> float:
-        return max(0.0, self.ends - time.monotonic())
+    def seconds_left(self) -> float:
+        return max(0.0, self.deadline_at - time.monotonic())
 
-    def first_good(
-        self, job: DecodeJob, order: dict[str, str], more: bool = False
-    ) -> tuple[str, DecodeOutcome] | None:
-        """The first decoder's result that is good enough; `more` if further attempts follow
-        these."""
-        for number, (label, decoder) in enumerate(order.items(), 1):
-            last = number == len(order) and not more
-            outcome = self._judged(self.attempt(decoder, job, self.left if last else self.left / 2))
-            if outcome.error is None:
-                return label, outcome
-            self._note(label, *outcome.error)
+    def first_success(
+        self, job: DecodeJob, decoders: Mapping[str, str], more_follow: bool = False
+    ) -> _Success | None:
+        """Tries the decoders in order; `more_follow` leaves time for attempts after these."""
+        for number, (label, decoder) in enumerate(decoders.items(), 1):
+            is_last = number == len(decoders) and not more_follow
+            seconds = self.seconds_left if is_last else self.seconds_left / 2
+            outcome = self.run(decoder, job, seconds)
+            error = outcome.error or self._too_few_frames(outcome)
+            if error is None:
+                return _Success(label, outcome)
+            self._add_failure(label, error)
         return None
 
-    def attempt(self, decoder: str, job: DecodeJob, seconds: float) -> DecodeOutcome:
+    def run(self, decoder: str, job: DecodeJob, seconds: float) -> DecodeOutcome:
+        """Makes one attempt in a worker process."""
         try:
             worker = take_worker()
         except DecodeError as error:
-            return DecodeOutcome(error=(error.code, error.reason))
+            return DecodeOutcome(error=error)
         try:
-            cpu = self.limits.cpu_seconds or math.ceil(seconds) + 1
-            return worker.run(decoder, job, self.limits.memory_bytes, cpu, seconds)
+            cpu_seconds = self.limits.cpu_seconds or math.ceil(seconds) + 1
+            limits = AttemptLimits(self.limits.memory_bytes, cpu_seconds, seconds)
+            return worker.run(decoder, job, limits)
         finally:
             return_worker(worker)
 
     def failure(self) -> RequestError:
-        """The last decoder's failure speaks for all, unless one found the file cut short."""
-        told = [failure for failure in self.failures if failure[1] != "unsuited"] or self.failures
-        codes = [code if code in ERROR_CODES else "decode_error" for _, code, _ in told]
-        reasons = ", ".join(f"{label} ({reason})" for label, _, reason in told)
+        """The error of a video that no decoder could decode: `truncated_file` if any decoder says
+        so, else the last one's code. Decoders that refused the file count only if all did."""
+        tried = [failure for failure in self.failures if failure.code != "unsuited"]
+        failures = tried or self.failures
+        codes = [f.code if f.code in ERROR_CODES else "decode_error" for f in failures]
         code = "truncated_file" if "truncated_file" in codes else codes[-1]
+        reasons = ", ".join(f"{failure.decoder} ({failure.reason})" for failure in failures)
         return RequestError(code, f"{self.name} could not be decoded: {reasons}")
 
-    def _judged(self, outcome: DecodeOutcome) -> DecodeOutcome:
-        """An error where too little was found."""
-        if outcome.error is None and not outcome.pts:
-            return DecodeOutcome(error=("zero_frames", "no frame was found"))
+    def _too_few_frames(self, outcome: DecodeOutcome) -> DecodeError | None:
+        """The error of an attempt that found none, or less than half, of the planned frames. With
+        several windows in the plan the share is checked per window, see `windows`."""
+        if not outcome.pts:
+            return DecodeError("zero_frames", "no frame was found")
         planned = len(self.plan.times)
-        intact = planned - outcome.frame_indices.count(-1)
-        if outcome.error is None and self.plan.windows == 1 and 2 * intact < planned:
-            return DecodeOutcome(
-                error=("truncated_file", f"only {intact} of {planned} frames are intact")
-            )
-        return outcome
+        intact = planned - outcome.num_lost
+        if self.plan.windows == 1 and 2 * intact < planned:
+            return DecodeError("truncated_file", f"only {intact} of {planned} frames are intact")
+        return None
 
-    def _note(self, label: str, code: str, reason: str) -> None:
-        """Keeps a failure for the message; raises one that no other decoder can mend."""
-        if code in _FINAL:
-            raise RequestError(code, reason if self.name in reason else f"{self.name}: {reason}")
-        if code != "download":
-            self.failures.append((label, code, reason))
+    def _add_failure(self, label: str, error: DecodeError) -> None:
+        """Notes a failure; raises RequestError for one that no other decoder can avoid."""
+        if error.code in _FINAL_CODES:
+            named = self.name in error.reason
+            raise RequestError(
+                error.code, error.reason if named else f"{self.name}: {error.reason}"
+            )
+        if error.code != "download":  # not a failure: the file is downloaded next
+            self.failures.append(_Failure(label, error.code, error.reason))

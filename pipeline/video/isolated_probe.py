@@ -1,5 +1,5 @@
-"""Headers, each video's in a process of its own first: for an input of which some file has ended a
-process already."""
+"""Probes videos, each in a decoding process first: for inputs in which some file has crashed the
+process that reads headers."""
 
 from __future__ import annotations
 
@@ -9,29 +9,35 @@ from pipeline import storage
 from pipeline.records import RequestError, VideoInfo
 from pipeline.video.decode_job import DecodeJob
 from pipeline.video.probe import probe
-from pipeline.video.sandbox import return_worker, take_worker
+from pipeline.video.sandbox import AttemptLimits, return_worker, take_worker
 
-TRIED = "pipeline.video.probe:try_headers"
-MAX_WORKERS = 4  # processes, each of which has the decoders loaded
-# bytes and s that the headers of one video may take
-MEMORY = 2 << 30
-SECONDS = 60
-ENDED = frozenset(("decode_crashed", "decode_timeout"))  # it did not come back
+HEADER_CHECK = "pipeline.video.probe:check_headers"
+MAX_WORKERS = 4  # processes; each has loaded the decoders
+LIMITS = AttemptLimits(memory_bytes=2 << 30, cpu_seconds=60, wall_seconds=60.0)  # per video
+_DID_NOT_RETURN = frozenset(("decode_crashed", "decode_timeout"))
 
 
 def probe_all(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
-    """As `pipeline.intake.requests.probe_all`; a video whose headers end the process that reads them
-    is an error."""
+    """Like `pipeline.intake.requests.probe_all`; headers that crash or hang the process are an
+    error of that video."""
     results = storage.map_concurrently(_probe, uris, threads=MAX_WORKERS, min_items=2)
     return dict(zip(uris, results, strict=True))
 
 
 def _probe(uri: str) -> VideoInfo | RequestError:
-    worker = take_worker()
-    # as if it were remote: the worker then has storage loaded, once for all its attempts
+    if (crash := _check_in_process(uri)) is not None:
+        return crash
+    try:
+        return probe(uri)
+    except RequestError as error:
+        return error
+
+
+def _check_in_process(uri: str) -> RequestError | None:
+    """An error if reading the headers crashes or hangs a process."""
     job = DecodeJob(
         uri,
-        remote=True,
+        remote=True,  # so that the worker imports storage once, before it forks
         times=(),
         start=0.0,
         fps=1.0,
@@ -40,14 +46,11 @@ def _probe(uri: str) -> VideoInfo | RequestError:
         frame_bytes=0,
         size_bytes=0,
     )
-    outcome = worker.run(TRIED, job, MEMORY, SECONDS, float(SECONDS))
+    worker = take_worker()
+    error = worker.run(HEADER_CHECK, job, LIMITS).error
     return_worker(worker)
-    if outcome.error is not None and outcome.error[0] in ENDED:
-        code, why = outcome.error
-        return RequestError(
-            code, f"{storage.display_uri(uri)}: nothing can read its headers: {why}"
-        )
-    try:
-        return probe(uri)
-    except RequestError as error:
-        return error
+    if error is None or error.code not in _DID_NOT_RETURN:
+        return None
+    return RequestError(
+        error.code, f"{storage.display_uri(uri)}: its headers cannot be read: {error.reason}"
+    )

@@ -1,9 +1,9 @@
-"""Windows of long videos: one request each, named apart; neighbours are decoded in one pass over
-the file.
+"""Windows of long videos: one request each. Neighbouring windows are decoded in one pass.
 
-One pass never reads more than several: it goes from key frame to key frame where frames are far
-apart, opens the file once, and reads what windows share, and what lies between a key frame and a
-window's start, once."""
+One pass over several windows never reads more than a pass for each. It opens the file once, still
+seeks from key frame to key frame where frames are far apart, and decodes only once what windows
+share and what lies between a key frame and a window's start.
+"""
 
 from __future__ import annotations
 
@@ -18,116 +18,139 @@ from pipeline.records import (
     RequestError,
     VideoInfo,
 )
+from pipeline.video.decode_job import LOST
 
-SPAN_BYTES = 256 << 20  # of frames that one pass hands on
-MAX_SPAN_WINDOWS = (
-    8  # windows that one pass decodes at most, so that other processors have work too
-)
-REST = 0.1  # of a window: a shorter rest at the end belongs to the window before
+MAX_SPAN_BYTES = 256 << 20  # decoded frames of one pass
+MAX_SPAN_WINDOWS = 8  # windows of one pass, so that other CPU cores get work too
+MIN_REST = 0.1  # of a window; a shorter rest of the video extends the last window
 
-Window = tuple[float, float]  # s, start and end; the end is the first moment behind it
+Window = tuple[float, float]  # s, start (inclusive) and end (exclusive)
 
 
 def split_into_windows(
     info: VideoInfo, options: FrameOptions, seconds: float, overlap: float
 ) -> list[Window]:
-    """The windows of the chosen part of a video, each `seconds` long and beginning `overlap` s
-    before the end of the one before; the last one ends with the part. At least one."""
+    """Cuts the chosen part of a video into windows, at least one.
+
+    Args:
+        options: name the part, by `video_start` and `video_end`.
+        seconds: length of each window but the last, which ends with the part.
+        overlap: s that a window shares with the one before.
+    """
     start = options.video_start or 0.0
     end = info.duration if options.video_end is None else min(options.video_end, info.duration)
     step = seconds - overlap
-    found = [start]
-    while found[-1] + seconds + REST * seconds < end:
-        found.append(start + len(found) * step)
-    return [(begin, begin + seconds) for begin in found[:-1]] + [
-        (found[-1], max(end, found[-1] + 1e-3))
-    ]
+    starts = [start]
+    while starts[-1] + seconds + MIN_REST * seconds < end:
+        starts.append(start + len(starts) * step)
+    *others, last = starts
+    windows = [(window_start, window_start + seconds) for window_start in others]
+    return [*windows, (last, max(end, last + 1e-3))]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Requests whose frames are decoded in one pass, and what that pass is to find."""
+    """Requests whose frames are decoded in one pass, and the plan of that pass."""
 
     requests: tuple[PlannedRequest, ...]
     plan: FramePlan
 
     @property
     def nbytes(self) -> int:
-        """Of all its frames."""
+        """Size of all frames of the pass."""
         return len(self.plan.times) * self.plan.height * self.plan.width * 3
 
 
 def group_into_spans(requests: Iterable[PlannedRequest]) -> Iterator[Span]:
-    """Requests that share a video, or are about neighbouring windows of one, in the order in which
-    they first come."""
-    groups: dict[str, list[PlannedRequest]] = {}
+    """Groups requests that need the same frames, or frames of neighbouring windows of one video.
+
+    Spans come in the order of their first requests.
+    """
+    by_frames: dict[str, list[PlannedRequest]] = {}
     for request in requests:
-        groups.setdefault(request.frames_key, []).append(request)
-    members: list[list[PlannedRequest]] = []
-    for group in groups.values():
-        if members and (
-            not _together(members, group[0]) or _of([*members, group]).nbytes > SPAN_BYTES
-        ):
-            yield _of(members)
+        by_frames.setdefault(request.frames_key, []).append(request)
+    members: list[list[PlannedRequest]] = []  # of the span being built, one list per window
+    for group in by_frames.values():
+        if members and not _fits(members, group):
+            yield _make_span(members)
             members = []
         members.append(group)
     if members:
-        yield _of(members)
+        yield _make_span(members)
 
 
-def _together(members: Sequence[Sequence[PlannedRequest]], new: PlannedRequest) -> bool:
-    """Whether a window goes on where the last one ends, with frames of the same size."""
+def _fits(members: Sequence[list[PlannedRequest]], group: list[PlannedRequest]) -> bool:
+    """Whether a group of requests on one window may join a span."""
     last = members[-1][0]
-    if last.window is None or new.window is None or len(members) == MAX_SPAN_WINDOWS:
+    new = group[0]
+    if len(members) == MAX_SPAN_WINDOWS or not _are_neighbours(last, new):
         return False
-    same = (last.info.uri, last.info.version) == (new.info.uri, new.info.version)
-    sizes = (last.frame_plan.height, last.frame_plan.width) == (
-        new.frame_plan.height,
-        new.frame_plan.width,
-    )
-    return same and sizes and last.window[0] < new.window[0] <= last.window[1] + 1e-6
+    return _make_span([*members, group]).nbytes <= MAX_SPAN_BYTES
 
 
-def _of(members: Sequence[Sequence[PlannedRequest]]) -> Span:
+def _are_neighbours(last: PlannedRequest, new: PlannedRequest) -> bool:
+    """Whether the new request's window touches or overlaps the last one's, in the same video and
+    with frames of the same size."""
+    if last.window is None or new.window is None:
+        return False
+    if (last.info.uri, last.info.version) != (new.info.uri, new.info.version):
+        return False
+    last_plan = last.frame_plan
+    new_plan = new.frame_plan
+    if (last_plan.height, last_plan.width) != (new_plan.height, new_plan.width):
+        return False
+    last_start, last_end = last.window
+    new_start, _ = new.window
+    return last_start < new_start <= last_end + 1e-6
+
+
+def _make_span(members: Sequence[Sequence[PlannedRequest]]) -> Span:
     plans = [group[0].frame_plan for group in members]
     return Span(tuple(request for group in members for request in group), merge_plans(plans))
 
 
 def merge_plans(plans: Sequence[FramePlan]) -> FramePlan:
-    """One pass's plan for several windows: each moment once."""
+    """The plan of one pass over several windows, with each sample time once."""
     if len(plans) == 1:
         return plans[0]
     times = tuple(sorted({time for plan in plans for time in plan.times}))
-    return replace(
-        plans[0], times=times, tokens=sum(plan.tokens for plan in plans), windows=len(plans)
-    )
+    tokens = sum(plan.tokens for plan in plans)
+    return replace(plans[0], times=times, tokens=tokens, windows=len(plans))
 
 
 def frames_of_window(
-    frames: Frames, whole: FramePlan, plan: FramePlan
+    frames: Frames, span_plan: FramePlan, plan: FramePlan
 ) -> tuple[Frames | RequestError, tuple[int, ...]]:
-    """Of a pass's frames those of one of its windows: what is known of them, and their numbers
-    among all.
+    """Selects one window's frames from those of a pass.
 
     Args:
-        frames: of the pass; pixels are neither needed nor handed on.
-        whole, plan: the pass's plan and the window's.
+        frames: of the pass; its pixels are neither read nor selected here.
+        span_plan: the plan of the pass.
+        plan: the plan of the window.
 
-    Returns: An error `truncated_file` where under half of the window's moments have a frame,
-        `zero_frames` where none has.
+    Returns:
+        The window's frames without their pixels, and their indices among the frames of the pass.
+        Instead of the frames an error: `zero_frames` if there are none, `truncated_file` if under
+        half of the planned ones are intact.
     """
-    if whole.windows == 1:
+    if span_plan.windows == 1:
         return frames, tuple(range(len(frames.pts)))
-    number_of = dict(zip(whole.times, frames.frame_indices, strict=True))
-    frame_indices = [number_of[time] for time in plan.times]
-    numbers = tuple(sorted({number for number in frame_indices if number >= 0}))
-    lost = frame_indices.count(-1)
-    if not numbers:
+    index_at = dict(zip(span_plan.times, frames.frame_indices, strict=True))
+    span_indices = [index_at[time] for time in plan.times]
+    selected = tuple(sorted({index for index in span_indices if index != LOST}))
+    lost = span_indices.count(LOST)
+    planned = len(span_indices)
+    if not selected:
         return RequestError("zero_frames", "no frame of this part of the video was found"), ()
-    if 2 * (len(frame_indices) - lost) < len(frame_indices):
-        intact = f"only {len(frame_indices) - lost} of {len(frame_indices)} frames are intact"
-        return RequestError("truncated_file", f"of this part of the video {intact}"), ()
-    pts = tuple(frames.pts[number] for number in numbers)
-    own = {number: place for place, number in enumerate(numbers)}
-    told = tuple(own.get(number, -1) for number in frame_indices)
-    return replace(frames, pts=pts, fps=plan.fps, frames_lost=lost, frame_indices=told), numbers
+    if 2 * (planned - lost) < planned:
+        message = f"of this part of the video only {planned - lost} of {planned} frames are intact"
+        return RequestError("truncated_file", message), ()
+    window_index = {index: position for position, index in enumerate(selected)}
+    window_frames = replace(
+        frames,
+        pts=tuple(frames.pts[index] for index in selected),
+        fps=plan.fps,
+        frames_lost=lost,
+        frame_indices=tuple(window_index.get(index, LOST) for index in span_indices),
+    )
+    return window_frames, selected

@@ -119,7 +119,7 @@ def test_a_survey_that_is_killed_is_gone_on_with_once(
 STAND_IN = """
 import os, signal
 
-def try_headers(job, buffer):
+def check_headers(job, buffer):
     if open(job.source, "rb").read() == b"kill":
         os.kill(os.getpid(), signal.SIGSEGV)
 """
@@ -132,7 +132,7 @@ def test_only_the_file_that_ends_processes_is_blamed(
     (Path(job.input) / "3.mp4").write_bytes(b"kill")
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    monkeypatch.setattr(isolated_probe, "TRIED", "stand_in:try_headers")
+    monkeypatch.setattr(isolated_probe, "HEADER_CHECK", "stand_in:check_headers")
     with InProcessSurvey(job, PROMPTS, isolated_probe.probe_all) as survey:
         every = drain(survey.start(frozenset(), frozenset()))
     errors = {
@@ -144,7 +144,7 @@ def test_only_the_file_that_ends_processes_is_blamed(
         "2.mp4": "not_a_video",
         "3.mp4": "decode_crashed",
     }
-    assert "3.mp4: nothing can read its headers: it crashed (SIGSEGV)" in errors["3.mp4"].message
+    assert "3.mp4: its headers cannot be read: it crashed (SIGSEGV)" in errors["3.mp4"].message
     assert len(every) == 8
 
 

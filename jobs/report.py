@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""One page about what a run wrote: `_report.html` in the output folder, with everything in it.
+"""Writes the HTML report of an output: `_report.html` in its folder, one self-contained page.
 
     python jobs/report.py --output s3://bucket/captions --price-per-hour 4.10
 
-Standard output ends with one JSON object that names the page.
+Standard output ends with one JSON object: the page's URI, and the numbers of rows and errors in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if not __package__:  # run as a script: this checkout outranks an installed copy
+if not __package__:  # run as a script: this checkout takes precedence over an installed copy
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from pipeline.command_line import (
@@ -22,7 +22,8 @@ from pipeline.command_line import (
 )
 from pipeline.job import guarded
 from pipeline.records import UsageError
-from pipeline.report.page import headline, write_report
+from pipeline.report.overview import headline
+from pipeline.report.page import write_report
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +41,14 @@ class Flags:
 
 
 def main(argv: list[str]) -> int:
-    """Writes the page and says in a sentence what is in it."""
+    """Write the page and log its headline."""
     flags: Flags = parse_flags(Flags, argv, Path(__file__).name)
     if not flags.output:
         raise UsageError("--output is missing")
-    page, facts = write_report(flags.output, flags.price_per_hour)
-    logger.info("%s", headline(facts))
-    print(
-        json.dumps(
-            {"report": page, "rows": facts.table.num_rows, "errors": sum(facts.failures.values())}
-        ),
-        flush=True,
-    )
+    page_uri, data = write_report(flags.output, flags.price_per_hour)
+    logger.info("%s", headline(data))
+    result = {"report": page_uri, "rows": data.num_rows, "errors": data.num_errors}
+    print(json.dumps(result), flush=True)
     return 0
 
 

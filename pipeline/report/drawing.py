@@ -1,15 +1,16 @@
-"""How a report's plots look, and how they become SVG that can stand in a page: no script, no
-reference to anything outside, text as text."""
+"""Style of a report's plots and their conversion to inline SVG: no script, no reference to anything
+outside, text as text."""
 
 from __future__ import annotations
 
 import io
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter, FuncFormatter
@@ -18,18 +19,20 @@ from pipeline.report.data import ReportData
 
 INK = "#33404d"
 GRID = "#d9dfe5"
-COLOURS = {
+COLORS = {
     "vision": "#4e9a8f",
     "prefill": "#e0a43c",
     "decode": "#3f6fb5",
     "idle": "#e6eaee",
     "error": "#c0504d",
 }
-DRAFTS = ("#3f6fb5", "#4e9a8f", "#b5618f", "#8a7a3c", "#6d6d6d")
-NAMES = {"vision": "vision", "prefill": "prefill", "decode": "decoding", "idle": "idle"}
+DRAFT_COLORS = ("#3f6fb5", "#4e9a8f", "#b5618f", "#8a7a3c", "#6d6d6d")
+PHASE_LABELS = {"vision": "vision", "prefill": "prefill", "decode": "decoding", "idle": "idle"}
+MAX_LABEL = 32  # characters of a draft's name or an error code
+WIDTH = 7.6  # inches, of every figure
 STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: it can be searched and read aloud
-    "text.parse_math": False,  # a `$` in a name is a dollar
+    "svg.fonttype": "none",  # keep text as text: searchable, and readable by screen readers
+    "text.parse_math": False,  # a `$` in a name is a dollar sign
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.edgecolor": GRID,
@@ -47,71 +50,118 @@ STYLE: dict[Any, Any] = {
 }
 
 
+class Drawn(NamedTuple):
+    """A figure with its caption, which says what to look for. Without a figure the caption says why
+    there is none."""
+
+    caption: str
+    figure: Figure | None = None
+
+
 @dataclass(frozen=True)
 class Plot:
-    """A plot and what to look for in it; without `svg`, `look` says why there is none."""
+    """A plot as it stands in the page.
+
+    Attributes:
+        name: Anchor of its heading.
+        title: Heading.
+        caption: See `Drawn`.
+        svg: The `<svg>` element; empty if there is no figure.
+    """
 
     name: str
     title: str
-    look: str
-    svg: str = ""
+    caption: str
+    svg: Markup
 
 
-def panels(height: float, rows: int) -> tuple[Figure, tuple[Any, ...]]:
-    """A figure with its axes one below the other, on one time or wave axis."""
-    figure = Figure((7.6, height), layout="constrained")
+class TimeUnit(NamedTuple):
+    name: str
+    seconds: int
+
+
+def subplots(height: float, rows: int) -> tuple[Figure, tuple[Any, ...]]:
+    """A figure of `height` inches with `rows` axes, one below the other, that share the x axis."""
+    figure = Figure((WIDTH, height), layout="constrained")
     axes = figure.subplots(rows, 1, sharex=True, squeeze=False)
     return figure, tuple(axes[:, 0])
 
 
-def times(facts: ReportData, seconds: np.ndarray) -> tuple[np.ndarray, str]:
-    """Times in a unit that fits, and the axis' label."""
-    when = datetime.fromtimestamp(facts.began, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    unit, length = (
-        ("seconds", 1)
-        if facts.span < 180
-        else ("minutes", 60)
-        if facts.span < 10_800
-        else ("hours", 3600)
-    )
-    return seconds / length, f"{unit} since {when}"
+def time_unit(data: ReportData) -> TimeUnit:
+    """The unit that fits the length of the job."""
+    if data.total_seconds < 180:
+        return TimeUnit("seconds", 1)
+    if data.total_seconds < 10_800:
+        return TimeUnit("minutes", 60)
+    return TimeUnit("hours", 3600)
 
 
-def short(name: str) -> str:
-    """A name that leaves room for what it names."""
-    return name if len(name) <= 32 else name[:31] + "…"
+def scale_time(data: ReportData, seconds: np.ndarray) -> np.ndarray:
+    """Seconds since the start, in the unit of the time axis."""
+    return seconds / time_unit(data).seconds
 
 
-def thousands() -> Formatter:
-    """Ticks as 12,000."""
+def time_label(data: ReportData) -> str:
+    """Label of the time axis."""
+    start = datetime.fromtimestamp(data.start_time, timezone.utc)
+    return f"{time_unit(data).name} since {start:%Y-%m-%d %H:%M UTC}"
+
+
+def thousands_formatter() -> Formatter:
+    """Ticks as `12,000`."""
     return FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
-def class_ticks(axes: Axes, classes: list[int], rows: dict[int, int] | None = None) -> None:
-    """Ticks of the classes of context lengths, with how many rows there are in each."""
-    counts = {c: f"\n{count:,}" for c, count in (rows or {}).items()}
-    axes.set_xticks(range(len(classes)), [f"{c:,}{counts.get(c, '')}" for c in classes])
-    axes.set_xlim(-0.6, len(classes) - 0.4)
-    axes.set_xlabel("context in tokens, up to" + (" (below: rows)" if rows else ""))
+def percent_formatter() -> Formatter:
+    """Ticks as `20%`."""
+    return FuncFormatter(lambda value, _: f"{value:.0%}")
 
 
-def legend(axes: Axes) -> None:
-    """Above the axes, where it covers nothing."""
+def set_bucket_ticks(axes: Axes, buckets: list[int], rows: dict[int, int] | None = None) -> None:
+    """Label the x axis with buckets of context lengths.
+
+    Args:
+        buckets: Upper bound of each bucket in tokens; the bucket at index i stands at x = i.
+        rows: Bucket → number of rows, shown below its bound.
+    """
+    labels = [f"{bucket:,}" for bucket in buckets]
+    title = "context in tokens, up to"
+    if rows is not None:
+        labels = [f"{bucket:,}\n{rows[bucket]:,}" for bucket in buckets]
+        title = f"{title} (below: rows)"
+    axes.set_xticks(range(len(buckets)), labels)
+    axes.set_xlim(-0.6, len(buckets) - 0.4)
+    axes.set_xlabel(title)
+
+
+def add_legend(axes: Axes) -> None:
+    """Add a legend above the axes, where it covers no data."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
-        place: dict[str, Any] = {
-            "loc": "lower right",
-            "bbox_to_anchor": (1.0, 1.0),
-            "borderaxespad": 0.1,
-        }
-        axes.legend(handles, labels, ncols=len(labels), fontsize=9, handlelength=1.2, **place)
+        axes.legend(
+            handles,
+            labels,
+            ncols=len(labels),
+            fontsize=9,
+            handlelength=1.2,
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            borderaxespad=0.1,
+        )
 
 
-def svg(figure: Figure, name: str) -> str:
-    """The `<svg>` element alone; `name` keeps its ids apart from other plots'."""
+def to_svg(figure: Figure, name: str, title: str) -> Markup:
+    """The figure as an `<svg>` element.
+
+    Args:
+        name: Salt of the element ids, so that those of different plots in a page differ.
+        title: Label for screen readers.
+    """
     stream = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(stream, format="svg", metadata=nothing, transparent=True)
-    text = stream.getvalue()
-    return text[text.index("<svg") :].rstrip()
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(stream, format="svg", metadata=no_metadata, transparent=True)
+    document = stream.getvalue()
+    element = document[document.index("<svg") :].rstrip()
+    label = f'<svg role="img" aria-label="{escape(title)}"'
+    return Markup(element.replace("<svg", label, 1))  # matplotlib escapes the text in it

@@ -1,6 +1,7 @@
-"""What a run leaves for its report beside its rows: `_runs/<when it began>-<8 hex>.json` in the
-output, some kilobytes however long the run is. Nothing else reads it; an output without it is
-whole."""
+"""Records of runs: `<output>/_runs/<start time>-<8 hex>.json`, some kilobytes however long the run.
+
+Only the report reads them. An output without them is complete.
+"""
 
 from __future__ import annotations
 
@@ -9,95 +10,179 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline import storage
 from pipeline.records import RunSnapshot, Wave
-from pipeline.report.tally import (
-    Tally,
-)
+from pipeline.report.tally import PHASES, Tally
 
 FORMAT = 1
 FOLDER = "_runs"
-# kept at most
-SAMPLES = 256
-WAVES = 512
-SAMPLE = ("second", "answered", "failed", "tokens", "engine_s", "decoding", "seated", "bytes")
-WAVE = ("began", "ended", "requests", "shortest", "longest", "engine_s")
+MAX_SAMPLES = 256
+MAX_WAVES = 512
+JOB_GAP = 3600.0  # s between two runs that no longer count as one job
+
+
+class Sample(NamedTuple):
+    """State of a run at one moment. In the file it is an array in this order.
+
+    Attributes:
+        second: Seconds since the run's start.
+        answered: Requests with a row, error rows included.
+        failed: Error rows.
+        tokens: Generated tokens.
+        engine_s: Seconds of the engines' work on answered requests.
+        decoding: Videos that are being decoded.
+        decoded: Requests whose frames are decoded, in an engine or queued for one.
+        frame_bytes: Bytes of frames that are decoding or decoded.
+    """
+
+    second: float
+    answered: int
+    failed: int
+    tokens: int
+    engine_s: float
+    decoding: int
+    decoded: int
+    frame_bytes: int
+
+
+class WaveRecord(NamedTuple):
+    """One wave, or several merged ones. In the file it is an array in this order.
+
+    Attributes:
+        start: Seconds from the run's start until the wave was given to an engine.
+        end: Seconds from the run's start until its latest row so far.
+        requests: Number of requests.
+        min_context: Tokens of the shortest context.
+        max_context: Tokens of the longest context.
+        engine_s: Seconds of the engine's work on its answered requests.
+    """
+
+    start: float
+    end: float
+    requests: int
+    min_context: int
+    max_context: int
+    engine_s: float
+
+    def merge(self, other: WaveRecord) -> WaveRecord:
+        """Both waves as one."""
+        return WaveRecord(
+            start=min(self.start, other.start),
+            end=max(self.end, other.end),
+            requests=self.requests + other.requests,
+            min_context=min(self.min_context, other.min_context),
+            max_context=max(self.max_context, other.max_context),
+            engine_s=round(self.engine_s + other.engine_s, 4),
+        )
 
 
 @dataclass
 class RunRecorder:
-    """The record of a run under way. Seconds count from the run's begin.
+    """Writes the record of a run under way. Seconds count from the run's start.
 
-    Attributes: samples: rows of `SAMPLE`; from 256 on every second one is dropped, and they are
-        taken half as often. waves: rows of `WAVE` in the order in which they were handed out,
-        `began` then and `ended` with the last answer
-            so far; from 512 on neighbours are merged in pairs, and `merged` says how many a row
-            stands for.
+    The record is bounded. Above `MAX_SAMPLES` every second sample is dropped and the interval
+    between samples doubles. Above `MAX_WAVES` neighbouring waves are merged in pairs.
+
+    Attributes:
+        output: Output folder.
+        about: Facts about the job and the cluster.
+        start_time: Seconds since 1970.
+        samples: In the order of time.
+        waves: In the order in which they were given to engines.
+        merged: How many waves an entry of `waves` stands for.
     """
 
     output: str
     about: dict[str, Any]
-    began: float = field(default_factory=time.time)
-    samples: list[tuple[float, ...]] = field(default_factory=list)
-    waves: list[list[float]] = field(default_factory=list)
+    start_time: float = field(default_factory=time.time)
+    samples: list[Sample] = field(default_factory=list)
+    waves: list[WaveRecord] = field(default_factory=list)
     merged: int = 1
-    _every: float = 1.0  # s
-    _handed: int = 0  # waves
-    _wave_of: dict[str, int] = field(
-        default_factory=dict
-    )  # request that has no row yet → number of its wave
+    _sample_interval: float = 1.0  # s
+    _num_waves: int = 0
+    # id of a request without a row → number of its wave
+    _wave_of: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self.began))
-        self._uri = storage.join(self.output, FOLDER, f"{when}-{uuid.uuid4().hex[:8]}.json")
+        started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self.start_time))
+        self._uri = storage.join(self.output, FOLDER, f"{started}-{uuid.uuid4().hex[:8]}.json")
 
-    def sample(
-        self, second: float, tally: Tally, snapshot: RunSnapshot, last: bool = False
+    def add_sample(
+        self, second: float, tally: Tally, snapshot: RunSnapshot, force: bool = False
     ) -> None:
-        """Takes a sample if it is time for one; `last` takes it anyway."""
-        if self.samples and second - self.samples[-1][0] < self._every and not last:
+        """Add a sample if the interval since the previous one has passed, or if `force` is set."""
+        due = not self.samples or second - self.samples[-1].second >= self._sample_interval
+        if not due and not force:
             return
-        sums = (tally.answered, tally.failed.total(), tally.tokens, round(tally.engine_s, 3))
-        self.samples.append(
-            (round(second, 2), *sums, snapshot.decoding, snapshot.decoded, snapshot.frame_bytes)
+        sample = Sample(
+            second=round(second, 2),
+            answered=tally.answered,
+            failed=tally.failed.total(),
+            tokens=tally.tokens,
+            engine_s=round(tally.engine_seconds, 3),
+            decoding=snapshot.decoding,
+            decoded=snapshot.decoded,
+            frame_bytes=snapshot.frame_bytes,
         )
-        if len(self.samples) > SAMPLES:
+        self.samples.append(sample)
+        if len(self.samples) > MAX_SAMPLES:
             self.samples = self.samples[::2]
-            self._every = 2 * self._every
+            self._sample_interval *= 2
 
     def record_wave(self, wave: Wave, second: float) -> None:
-        """Notes that a wave's turn has come."""
+        """Add a wave that was given to an engine."""
         contexts = [request.context for request in wave.requests]
-        row = [round(second, 2), round(second, 2), len(contexts), min(contexts), max(contexts), 0.0]
-        self._wave_of.update(dict.fromkeys((r.request_id for r in wave.requests), self._handed))
-        if self._handed // self.merged < len(self.waves):
-            self.waves[-1] = _joined(self.waves[-1], row)
+        record = WaveRecord(
+            start=round(second, 2),
+            end=round(second, 2),
+            requests=len(contexts),
+            min_context=min(contexts),
+            max_context=max(contexts),
+            engine_s=0.0,
+        )
+        for request in wave.requests:
+            self._wave_of[request.request_id] = self._num_waves
+        if self._num_waves // self.merged < len(self.waves):
+            self.waves[-1] = self.waves[-1].merge(record)
         else:
-            self.waves.append(row)
-        self._handed += 1
-        if len(self.waves) > WAVES:
-            pairs = [self.waves[i : i + 2] for i in range(0, len(self.waves), 2)]
-            self.waves = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
-            self.merged = 2 * self.merged
+            self.waves.append(record)
+        self._num_waves += 1
+        if len(self.waves) > MAX_WAVES:
+            self._merge_pairs()
 
-    def answered(self, row: Mapping[str, Any], second: float) -> None:
-        """Notes a request's row in its wave, if it had one."""
+    def _merge_pairs(self) -> None:
+        merged = []
+        for first in range(0, len(self.waves), 2):
+            pair = self.waves[first : first + 2]
+            merged.append(pair[0].merge(pair[1]) if len(pair) == 2 else pair[0])
+        self.waves = merged
+        self.merged *= 2
+
+    def record_row(self, row: Mapping[str, Any], second: float) -> None:
+        """Add a row's engine time to its wave. Rows of requests without a wave are ignored."""
         number = self._wave_of.pop(row["request_id"], None)
-        if number is not None:
-            wave = self.waves[number // self.merged]
-            wave[1] = round(second, 2)
-            wave[5] = round(
-                wave[5] + sum(row.get(n) or 0.0 for n in ("vision_s", "prefill_s", "decode_s")), 4
-            )
+        if number is None:
+            return
+        index = number // self.merged
+        wave = self.waves[index]
+        engine_s = wave.engine_s + sum(row.get(f"{phase}_s") or 0.0 for phase in PHASES)
+        self.waves[index] = wave._replace(end=round(second, 2), engine_s=round(engine_s, 4))
 
     def save(self, outcome: str, second: float) -> None:
-        """Writes the record as it is now: `outcome` is running, finished or stopped. Raises
-        RequestError."""
+        """Write the record.
+
+        Args:
+            outcome: `running`, `finished` or `stopped`.
+            second: Seconds since the run's start.
+
+        Raises:
+            RequestError: Storage failed.
+        """
         record = {
             "format": FORMAT,
-            "began": self.began,
+            "began": self.start_time,
             "seconds": round(second, 3),
             "outcome": outcome,
             "about": self.about,
@@ -108,58 +193,86 @@ class RunRecorder:
         storage.put(self._uri, json.dumps(record, separators=(",", ":")).encode())
 
 
-def _joined(first: list[float], second: list[float]) -> list[float]:
-    """Two waves as one."""
-    (b, e, n, s, l, t), (b2, e2, n2, s2, l2, t2) = first, second  # noqa: E741
-    return [min(b, b2), max(e, e2), n + n2, min(s, s2), max(l, l2), round(t + t2, 4)]
-
-
 @dataclass(frozen=True)
-class Run:
-    """A run as its record tells it; `began` is in seconds since 1970."""
+class RunRecord:
+    """A run's record as read from its file.
 
-    began: float
+    Attributes:
+        start_time: Seconds since 1970.
+        seconds: Duration, as far as it was recorded.
+        outcome: `running` (also of a run that was killed), `finished` or `stopped`.
+        about: Facts about the job and the cluster.
+        samples: See `RunRecorder`.
+        waves: See `RunRecorder`.
+        merged: See `RunRecorder`.
+    """
+
+    start_time: float
     seconds: float
     outcome: str
     about: Mapping[str, Any]
-    samples: list[list[float]]
-    waves: list[list[float]]
+    samples: list[Sample]
+    waves: list[WaveRecord]
     merged: int
 
     @property
-    def ended(self) -> float:
-        return self.began + self.seconds
+    def end_time(self) -> float:
+        return self.start_time + self.seconds
 
 
-def read_runs(output: str) -> list[Run]:
-    """The runs that left a record, in the order of their begins; what is no record counts as
-    absent. Raises RequestError."""
+def read_runs(output: str) -> list[RunRecord]:
+    """The records in an output folder, oldest first. Files that are no record are skipped.
+
+    Raises:
+        RequestError: Storage failed.
+    """
     folder = storage.join(output, FOLDER)
     names = [
-        name for name in storage.list_names(folder) if name.endswith(".json") and name[0] != "."
+        name
+        for name in storage.list_names(folder)
+        if name.endswith(".json") and not name.startswith(".")
     ]
-    found = storage.map_concurrently(
-        lambda name: _parsed(storage.read_bytes(storage.join(folder, name))), names
+    contents = storage.map_concurrently(
+        lambda name: storage.read_bytes(storage.join(folder, name)), names
     )
-    return sorted((run for run in found if run is not None), key=lambda run: run.began)
+    records = [_parse(content) for content in contents]
+    found = [record for record in records if record is not None]
+    return sorted(found, key=lambda record: record.start_time)
 
 
-def _parsed(data: bytes) -> Run | None:
+def _parse(content: bytes) -> RunRecord | None:
     try:
-        record = json.loads(data)
+        record = json.loads(content)
     except ValueError:
         return None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         return None
-    return Run(**{name: record[name] for name in Run.__dataclass_fields__})
+    try:
+        return RunRecord(
+            start_time=record["began"],
+            seconds=record["seconds"],
+            outcome=record["outcome"],
+            about=record["about"],
+            samples=[Sample(*values) for values in record["samples"]],
+            waves=[WaveRecord(*values) for values in record["waves"]],
+            merged=record["merged"],
+        )
+    except (KeyError, TypeError):
+        return None
 
 
-def latest_job(found: list[Run], gap: float = 3600.0) -> list[Run]:
-    """The last run and those before it that ended less than `gap` seconds before the next began: a
-    job that was stopped and went on is one job to the person who started it."""
-    stretch = found[-1:]
-    for run in reversed(found[:-1]):
-        if stretch[0].began - run.ended >= gap:
+def latest_job(runs: list[RunRecord], gap: float = JOB_GAP) -> list[RunRecord]:
+    """The last run, and the runs before it that it resumed.
+
+    A run counts as resumed if it ended less than `gap` seconds before the next one started.
+
+    Args:
+        runs: Oldest first.
+        gap: In seconds.
+    """
+    job = runs[-1:]
+    for run in reversed(runs[:-1]):
+        if job[0].start_time - run.end_time >= gap:
             break
-        stretch.insert(0, run)
-    return stretch
+        job.insert(0, run)
+    return job

@@ -1,11 +1,10 @@
-"""A report's tables: failed and slowest requests, what was written, the runs; and `text`, which
-every word passes."""
+"""The tables of a report: failed and slowest requests, a sample of the texts, the runs."""
 
 from __future__ import annotations
 
-import html
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -13,137 +12,200 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline import storage
-from pipeline.report.data import PHASES, ReportData
-from pipeline.report.monitor import duration
+from pipeline.report.data import ReportData
+from pipeline.report.formatting import format_duration, shorten
+from pipeline.report.runs import RunRecord
+from pipeline.report.tally import PHASES
 
-# rows in the tables at most
-SLOWEST = 10
-FAILED = 25
-SAMPLED = 12
+# rows per table
+MAX_SLOWEST = 10
+MAX_FAILED = 25
+MAX_TEXTS = 12
+# characters per cell
+MAX_PROMPT = 160
+MAX_MESSAGE = 400
+MAX_TEXT = 600
 
-
-def tables(facts: ReportData) -> Iterable[tuple[str, str, str]]:
-    """Title, note and table; empty ones are left out."""
-    if bad := facts.table.num_rows - int(facts.good.sum()):
-        shown = "All of them" if bad <= FAILED else f"{FAILED} of {bad:,}, some of each code"
-        note = f"{shown}. The same command with --retry-failed runs them again."
-        yield (
-            "Failed requests",
-            note,
-            _failures(_some_of_each(facts.table.filter(pa.array(~facts.good)))),
-        )
-    if facts.good.any():
-        order = np.argsort(-facts.engine_s.sum(0) * facts.good, kind="stable")[
-            : min(SLOWEST, int(facts.good.sum()))
-        ]
-        note = "By their share of their engine's time. Expect long contexts and long texts; others are worth a look."
-        yield "Slowest requests", note, _slow(facts.table.take(pa.array(order)).to_pylist())
-        spread = np.flatnonzero(facts.good)
-        spread = spread[np.linspace(0, len(spread) - 1, min(SAMPLED, len(spread))).astype(int)]
-        note = "Spread evenly over the run. A text marked “cut off” ended at --max-tokens."
-        yield (
-            "A sample of what was written",
-            note,
-            _sample(facts.table.take(pa.array(spread)).to_pylist()),
-        )
-    if facts.runs:
-        yield (
-            "Runs",
-            "Start-up of the cluster and the engines is part of a run's time.",
-            _runs(facts),
-        )
+Row = Mapping[str, Any]  # of the output
 
 
-def _some_of_each(failed: pa.Table) -> list[dict[str, Any]]:
-    """Rows of every code, as evenly as there are any, sorted by code."""
-    seen: Counter[str] = Counter()
-    ranked = []
-    for number, code in enumerate(failed["error_code"].to_pylist()):
-        ranked.append((seen[code], code or "", number))
-        seen[code] += 1
-    chosen = sorted((code, number) for _, code, number in sorted(ranked)[:FAILED])
-    return failed.take(pa.array([number for _, number in chosen], pa.int64())).to_pylist()
+@dataclass(frozen=True)
+class Column:
+    name: str
+    numeric: bool = False
 
 
-def _failures(rows: Sequence[dict[str, Any]]) -> str:
-    head = ("video", "prompt", "code", "message", "#attempts")
-    return _table(head, [
-        (_name(r), text(_short(r["prompt"])), f'<span class="code">{text(r["error_code"])}</span>',
-         text(_short(r["error_message"], 400)), text(r["attempts"] or ""))
-        for r in rows
-    ])  # fmt: skip
+@dataclass(frozen=True)
+class Cell:
+    """A cell as unescaped text; the template escapes it.
+
+    Attributes:
+        text: Its text.
+        tooltip: Shown while the pointer rests on it.
+        is_code: Whether it is an error code.
+        remark: Set off behind the text.
+    """
+
+    text: str
+    tooltip: str | None = None
+    is_code: bool = False
+    remark: str = ""
 
 
-def _slow(rows: Sequence[dict[str, Any]]) -> str:
-    head = (
-        "video",
-        "prompt",
-        "#context",
-        "#tokens",
-        "#engine, s",
-        "#decoding, s",
-        "#accepted per round",
+@dataclass(frozen=True)
+class Table:
+    title: str
+    note: str
+    columns: list[Column]
+    rows: list[list[Cell]]
+
+
+def tables(data: ReportData) -> list[Table]:
+    """The tables that have rows, in the order of the page."""
+    found = []
+    if data.num_errors:
+        found.append(_failed_table(data))
+    if data.num_texts:
+        found.append(_slowest_table(data))
+        found.append(_sample_table(data))
+    if data.runs:
+        found.append(_runs_table(data))
+    return found
+
+
+def _failed_table(data: ReportData) -> Table:
+    shown = "All of them"
+    if data.num_errors > MAX_FAILED:
+        shown = f"{MAX_FAILED} of {data.num_errors:,}, some of each code"
+    return Table(
+        title="Failed requests",
+        note=f"{shown}. The same command with --retry-failed runs them again.",
+        columns=[
+            Column("video"),
+            Column("prompt"),
+            Column("code"),
+            Column("message"),
+            Column("attempts", numeric=True),
+        ],
+        rows=[_failed_cells(row) for row in _balanced_by_code(data.error_rows)],
     )
-    return _table(head, [
-        (_name(r), text(_short(r["prompt"])), f"{(r['num_prompt_tokens'] or 0) + (r['num_visual_tokens'] or 0):,}",
-         f"{r['num_generated_tokens'] or 0:,}", f"{sum(r[f'{p}_s'] or 0 for p in PHASES):,.2f}",
-         f"{r['decode_s'] or 0:,.2f}", f"{r['accepted'] / r['rounds']:.2f}" if r["proposed"] else "")
-        for r in rows
-    ])  # fmt: skip
 
 
-def _sample(rows: Sequence[dict[str, Any]]) -> str:
-    cut = ' <span class="code">cut off</span>'
-    return _table(("video", "prompt", "text"), [
-        (_name(r), text(_short(r["prompt"])), text(_short(r["text"], 600)) + cut * (r["status"] == "truncated"))
-        for r in rows
-    ])  # fmt: skip
+def _balanced_by_code(error_rows: pa.Table) -> list[Row]:
+    """At most `MAX_FAILED` rows, as evenly distributed over the codes as possible, sorted by
+    code."""
+    rows_of_code: Counter[str] = Counter()
+    candidates = []  # (rank within its code, code, index)
+    for index, code in enumerate(error_rows["error_code"].to_pylist()):
+        candidates.append((rows_of_code[code], code or "", index))
+        rows_of_code[code] += 1
+    chosen = sorted((code, index) for _, code, index in sorted(candidates)[:MAX_FAILED])
+    indices = pa.array([index for _, index in chosen], pa.int64())
+    return list(error_rows.take(indices).to_pylist())
 
 
-def _runs(facts: ReportData) -> str:
-    head = ("began, UTC", "#took", "#engines", "device", "model", "draft", "outcome")
-    outcome = {"running": "killed, or still running"}
-    return _table(head, [
-        (datetime.fromtimestamp(run.began, timezone.utc).strftime("%Y-%m-%d %H:%M:%S"), duration(run.seconds),
-         *(text(run.about.get(key) or "") for key in ("engines", "device", "model", "draft")),
-         text(outcome.get(run.outcome, run.outcome)))
-        for run in facts.runs
-    ])  # fmt: skip
+def _failed_cells(row: Row) -> list[Cell]:
+    return [
+        _video_cell(row),
+        _prompt_cell(row),
+        Cell(str(row["error_code"]), is_code=True),
+        Cell(shorten(row["error_message"] or "", MAX_MESSAGE)),
+        Cell(str(row["attempts"] or "")),
+    ]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are HTML; a column whose name begins with # holds numbers."""
-    kinds = [' class="n"' if name[0] == "#" else "" for name in head]
-    top = "".join(
-        f"<th{kind}>{name.lstrip('#')}</th>" for kind, name in zip(kinds, head, strict=True)
+def _slowest_table(data: ReportData) -> Table:
+    slowest_first = np.argsort(-data.engine_seconds * data.has_text, kind="stable")
+    count = min(MAX_SLOWEST, data.num_texts)
+    rows = data.table.take(pa.array(slowest_first[:count])).to_pylist()
+    return Table(
+        title="Slowest requests",
+        note=(
+            "By their share of their engine's time. Expect long contexts and long texts; others "
+            "are worth a look."
+        ),
+        columns=[
+            Column("video"),
+            Column("prompt"),
+            Column("context", numeric=True),
+            Column("tokens", numeric=True),
+            Column("engine, s", numeric=True),
+            Column("decoding, s", numeric=True),
+            Column("accepted per round", numeric=True),
+        ],
+        rows=[_slowest_cells(row) for row in rows],
     )
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True))
-        + "</tr>\n"
-        for row in rows
+
+
+def _slowest_cells(row: Row) -> list[Cell]:
+    context_tokens = (row["num_prompt_tokens"] or 0) + (row["num_visual_tokens"] or 0)
+    engine_seconds = sum(row[f"{phase}_s"] or 0 for phase in PHASES)
+    accepted_per_round = f"{row['accepted'] / row['rounds']:.2f}" if row["proposed"] else ""
+    return [
+        _video_cell(row),
+        _prompt_cell(row),
+        Cell(f"{context_tokens:,}"),
+        Cell(f"{row['num_generated_tokens'] or 0:,}"),
+        Cell(f"{engine_seconds:,.2f}"),
+        Cell(f"{row['decode_s'] or 0:,.2f}"),
+        Cell(accepted_per_round),
+    ]
+
+
+def _sample_table(data: ReportData) -> Table:
+    with_text = np.flatnonzero(data.has_text)
+    spread = np.linspace(0, len(with_text) - 1, min(MAX_TEXTS, len(with_text))).astype(int)
+    rows = data.table.take(pa.array(with_text[spread])).to_pylist()
+    return Table(
+        title="A sample of what was written",
+        note="Spread evenly over the run. A text marked “cut off” ended at --max-tokens.",
+        columns=[Column("video"), Column("prompt"), Column("text")],
+        rows=[_sample_cells(row) for row in rows],
     )
-    return f"<table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table>"
 
 
-def _name(row: dict[str, Any]) -> str:
-    """A video's file name, with its whole URI (without credentials) where the pointer rests."""
+def _sample_cells(row: Row) -> list[Cell]:
+    remark = "cut off" if row["status"] == "truncated" else ""
+    text = Cell(shorten(row["text"] or "", MAX_TEXT), remark=remark)
+    return [_video_cell(row), _prompt_cell(row), text]
+
+
+def _runs_table(data: ReportData) -> Table:
+    return Table(
+        title="Runs",
+        note="Start-up of the cluster and the engines is part of a run's time.",
+        columns=[
+            Column("began, UTC"),
+            Column("took", numeric=True),
+            Column("engines", numeric=True),
+            Column("device"),
+            Column("model"),
+            Column("draft"),
+            Column("outcome"),
+        ],
+        rows=[_run_cells(run) for run in data.runs],
+    )
+
+
+def _run_cells(run: RunRecord) -> list[Cell]:
+    start = datetime.fromtimestamp(run.start_time, timezone.utc)
+    # a killed run cannot update its record
+    outcome = "killed, or still running" if run.outcome == "running" else run.outcome
+    about = [Cell(str(run.about.get(key) or "")) for key in ("engines", "device", "model", "draft")]
+    return [
+        Cell(f"{start:%Y-%m-%d %H:%M:%S}"),
+        Cell(format_duration(run.seconds)),
+        *about,
+        Cell(outcome),
+    ]
+
+
+def _video_cell(row: Row) -> Cell:
+    """The video's file name; its URI without credentials is the tooltip."""
     uri = storage.redact(row["video_uri"] or "")
-    return f'<span title="{text(uri)}">{text(uri.rstrip("/").rpartition("/")[2] or uri)}</span>'
+    name = uri.rstrip("/").rpartition("/")[2]
+    return Cell(name or uri, tooltip=uri)
 
 
-def _short(words: str | None, most: int = 160) -> str:
-    words = words or ""
-    return words if len(words) <= most else words[: most - 1] + "…"
-
-
-def count(number: int, what: str) -> str:
-    """`1 request`, `2,000 requests`."""
-    return f"{number:,} {what}" + "s" * (number != 1)
-
-
-def text(value: object) -> str:
-    """Words for the page: nothing in them is markup, and what writes from right to left turns
-    nothing around it."""
-    words = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value))
-    return html.escape(words, quote=True)
+def _prompt_cell(row: Row) -> Cell:
+    return Cell(shorten(row["prompt"] or "", MAX_PROMPT))

@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# Phases of an engine's work. Rows hold the seconds of each in `<phase>_s`.
 PHASES = ("vision", "prefill", "decode")
 
 
 @dataclass
 class Tally:
-    """Sums over the rows of a run."""
+    """Sums over the rows of a run.
 
-    done: int = 0  # rows with a text
-    failed: Counter[str] = field(default_factory=Counter)  # by error code
+    Attributes:
+        succeeded: Rows with a text.
+        failed: Error code → rows.
+        tokens: Generated tokens.
+        rounds: Rounds of drafting and verification.
+        proposed: Drafted tokens.
+        accepted: Drafted tokens that verification accepted.
+        phase_seconds: Phase → seconds in the engine.
+    """
+
+    succeeded: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     rounds: int = 0
     proposed: int = 0
     accepted: int = 0
-    seconds: defaultdict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # in the engine, by phase
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
     def answered(self) -> int:
-        return self.done + self.failed.total()
+        """Requests with a row, error rows included."""
+        return self.succeeded + self.failed.total()
 
     @property
-    def engine_s(self) -> float:
-        return sum(self.seconds.values())
+    def engine_seconds(self) -> float:
+        return sum(self.phase_seconds.values())
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Counts one output row; what it lacks is 0."""
+        """Count one output row. A missing figure counts as 0."""
         if row["status"] == "error":
             self.failed[row["error_code"]] += 1
         else:
-            self.done += 1
+            self.succeeded += 1
         self.tokens += row.get("num_generated_tokens") or 0
-        for name in ("rounds", "proposed", "accepted"):
-            setattr(self, name, getattr(self, name) + (row.get(name) or 0))
+        self.rounds += row.get("rounds") or 0
+        self.proposed += row.get("proposed") or 0
+        self.accepted += row.get("accepted") or 0
         for phase in PHASES:
-            self.seconds[phase] += row.get(f"{phase}_s") or 0.0
+            self.phase_seconds[phase] += row.get(f"{phase}_s") or 0.0

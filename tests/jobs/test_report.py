@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from pipeline import read
 from pipeline.config import ROOT, parse_job
@@ -20,8 +23,13 @@ def report(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_run_into_a_bucket_and_its_report(
-    tiny_model: Path, ray_cluster: None, archive: Path, s3: Any, capsys: Any
+    tiny_model: Path,
+    ray_cluster: None,
+    archive: Path,
+    s3: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, logger="pipeline")
     (archive / "<script>alert(1)<script>.mp4").write_text("this is no video\n" * 100)
     words = [
         "--input",
@@ -34,16 +42,24 @@ def test_a_run_into_a_bucket_and_its_report(
         "8",
     ]
     summary = run_job(parse_job(words, "test"), "Describe this video.", survey=InProcessSurvey)
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "7 answered (1 failed) of 7" in said and said.endswith("nothing left; 0 MB of frames")
+    progress = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "pipeline.report.progress"
+    ][-1]
+    assert "7 answered (1 failed) of 7" in progress
+    assert progress.endswith("nothing left; 0 MB of frames")
     (run,) = read_runs(f"{s3.bucket}/out")
     assert (run.outcome, run.about["engines"], run.about["draft"]) == ("finished", 1, "std")
-    assert run.samples[-1][1:3] == [7, 1] and run.samples[-1][3] == summary["tokens"]
+    last = run.samples[-1]
+    assert (last.answered, last.failed, last.tokens) == (7, 1, summary["tokens"])
     rows = read(f"{s3.bucket}/out").to_pylist()
     contexts = [
         r["num_prompt_tokens"] + r["num_visual_tokens"] for r in rows if r["status"] != "error"
     ]
-    assert [wave[2:5] for wave in run.waves] == [[6, min(contexts), max(contexts)]]
+    (wave,) = run.waves
+    assert wave.requests == 6
+    assert (wave.min_context, wave.max_context) == (min(contexts), max(contexts))
     done = report("--output", f"{s3.bucket}/out", "--price-per-hour", "3.5")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
@@ -60,7 +76,7 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path) -> None:
         ([], "--output is missing"),
         (["--output", str(tmp_path / "nowhere")], "nowhere"),
         (["--output", str(tmp_path), "--price-per-hour", "-1"], "--price-per-hour"),
-        (["--output", str(tmp_path), "--prise", "1"], "--price-per-hour"),
+        (["--output", str(tmp_path), "--prise-per-hour", "1"], "--price-per-hour"),
     ):
         done = report(*words)
         assert (done.returncode, done.stdout) == (2, "")

@@ -16,12 +16,10 @@ from jobs.demo_model import world
 from pipeline import read
 from pipeline.config import ROOT
 from pipeline.records import RunSnapshot
-from pipeline.report.metrics import Metrics
-from pipeline.report.tally import (
-    Tally,
-)
+from pipeline.report.metrics import RunMetrics
+from pipeline.report.tally import PHASES, Tally
 
-# A job on a cluster of its own, and then what Prometheus would find at the node's port.
+# Runs a job on a cluster of its own, then reads the metrics page that Prometheus would read.
 JOB = """
 import json, re, sys, time, urllib.request
 import ray
@@ -34,8 +32,10 @@ with cluster(job):
     summary = run_job(job)
     node = ray.nodes()[0]
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    page, until = "", time.monotonic() + 60
-    while not re.search(rf"rows_written_total.* {summary['new']}\\.0", page) and time.monotonic() < until:
+    page = ""
+    until = time.monotonic() + 60
+    complete = rf"rows_written_total.* {summary['new']}\\.0"
+    while not re.search(complete, page) and time.monotonic() < until:
         time.sleep(0.2)
         try:
             page = urllib.request.urlopen(address, timeout=10).read().decode()
@@ -46,7 +46,7 @@ with cluster(job):
 
 
 def scrape(page: str) -> dict[tuple[str, ...], float]:
-    """(name, values of our tags) → value."""
+    """(name, values of its tags) → value, of this project's metrics on a metrics page."""
     found = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -56,7 +56,7 @@ def scrape(page: str) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) -> None:
+def test_metrics_of_a_run_stand_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) -> None:
     videos = tmp_path / "videos"
     output = tmp_path / "out"
     videos.mkdir()
@@ -81,34 +81,31 @@ def test_a_run_is_seen_at_rays_metrics_port(tiny_model: Path, tmp_path: Path) ->
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     summary, page, loaded = json.loads(done.stdout.splitlines()[-1])
-    assert loaded == []  # a driver needs neither
-    seen = scrape(page)
+    assert loaded == []  # a driver runs without torch and transformers
+    metrics = scrape(page)
     rows = read(str(output)).to_pylist()
     good = [row for row in rows if row["status"] != "error"]
-    assert seen[("requests_done_total",)] == len(good) == 3
-    assert (
-        seen["requests_failed_total", "not_a_video"]
-        == seen["requests_failed_total", "empty_file"]
-        == 1
-    )
-    assert seen[("rows_written_total",)] == summary["new"] == 5
-    assert seen[("tokens_generated_total",)] == summary["tokens"] > 0
+    assert metrics[("requests_done_total",)] == len(good) == 3
+    assert metrics["requests_failed_total", "not_a_video"] == 1
+    assert metrics["requests_failed_total", "empty_file"] == 1
+    assert metrics[("rows_written_total",)] == summary["new"] == 5
+    assert metrics[("tokens_generated_total",)] == summary["tokens"] > 0
     for name in ("proposed", "accepted"):
         if total := sum(row[name] for row in good):
-            assert seen[(f"drafts_{name}_total",)] == total
+            assert metrics[(f"drafts_{name}_total",)] == total
     assert sum(row["proposed"] for row in good) > 0
-    for phase in ("vision", "prefill", "decode"):
-        assert seen["engine_seconds_total", phase] == pytest.approx(
+    for phase in PHASES:
+        assert metrics["engine_seconds_total", phase] == pytest.approx(
             sum(row[f"{phase}_s"] for row in good)
         )
-    assert seen[("frame_bytes_in_flight",)] == seen[("requests_seated",)] == 0
-    assert seen[("context_tokens_count",)] == seen[("request_engine_seconds_count",)] == 3
+    assert metrics[("frame_bytes_in_flight",)] == metrics[("requests_seated",)] == 0
+    assert metrics[("context_tokens_count",)] == metrics[("request_engine_seconds_count",)] == 3
 
 
 class Instrument:
-    """Keeps what it is told, and is as strict as Ray's."""
+    """Keeps its values; like Ray's, its counter accepts only increments above 0."""
 
-    def __init__(self, name: str, text: str, tags: Any = ()):
+    def __init__(self, name: str, description: str, tags: Any = ()):
         self.name = name
         self.values = Counter[tuple[str, ...]]()
 
@@ -122,7 +119,7 @@ class Instrument:
     observe = set
 
 
-def test_counters_follow_sums_from_before_they_were_made() -> None:
+def test_counters_include_sums_from_before_they_were_created() -> None:
     made: dict[str, Instrument] = {}
 
     def make(name: str, *rest: Any) -> Instrument:
@@ -130,19 +127,18 @@ def test_counters_follow_sums_from_before_they_were_made() -> None:
         return made[name.removeprefix("std_caption_")]
 
     tally = Tally(failed=Counter({"not_found": 2}))
-    metrics = Metrics(SimpleNamespace(Counter=make, Gauge=make, Histogram=make))
-    metrics.publish(tally, RunSnapshot(frame_bytes=7), written=0)
-    tally.done = 1
+    metrics = RunMetrics(SimpleNamespace(Counter=make, Gauge=make, Histogram=make))
+    metrics.publish(tally, RunSnapshot(frame_bytes=7), rows_written=0)
+    tally.succeeded = 1
     tally.tokens = 30
     tally.failed["not_found"] += 1
-    tally.seconds["decode"] += 0.5
-    metrics.publish(tally, RunSnapshot(decoding=3, deaths=1), written=4)
-    metrics.publish(tally, RunSnapshot(decoding=3, deaths=1), written=4)
+    tally.phase_seconds["decode"] += 0.5
+    metrics.publish(tally, RunSnapshot(decoding=3, deaths=1), rows_written=4)
+    metrics.publish(tally, RunSnapshot(decoding=3, deaths=1), rows_written=4)
     assert made["engine_deaths"].values == {(): 1}
     assert made["requests_failed"].values == {("not_found",): 3}
     assert made["engine_seconds"].values == {("decode",): 0.5}
-    assert (made["requests_done"].values, made["rows_written"].values) == ({(): 1}, {(): 4})
-    assert (made["frame_bytes_in_flight"].values, made["videos_decoding"].values) == (
-        {(): 0},
-        {(): 3},
-    )
+    assert made["requests_done"].values == {(): 1}
+    assert made["rows_written"].values == {(): 4}
+    assert made["frame_bytes_in_flight"].values == {(): 0}
+    assert made["videos_decoding"].values == {(): 3}

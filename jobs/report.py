@@ -17,9 +17,7 @@ from pathlib import Path
 if not __package__:  # run as a script: this checkout takes precedence over an installed copy
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.command_line import (
-    parse_flags,
-)
+from pipeline.command_line import parse_flags
 from pipeline.job import guarded
 from pipeline.records import UsageError
 from pipeline.report.overview import headline

@@ -17,13 +17,17 @@ from pipeline import logs
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, parse_job
 from pipeline.intake.survey import JobFacts, SubprocessSurvey, Survey
 from pipeline.output import rows
-from pipeline.output.ledger import LeaseLost
-from pipeline.output.writer import Output, await_output, open_output
-from pipeline.plan import dryrun
-from pipeline.plan.pool import Pool, fitting
-from pipeline.plan.profile_file import profile_for, unfit_alone
+from pipeline.output.folder import OutputFolder
+from pipeline.output.lease import LeaseLost
+from pipeline.output.writer import OutputWriter, open_output, wait_for_output
+from pipeline.plan import dryrun, plan_table
+from pipeline.plan.capacity import Capacity
+from pipeline.plan.dryrun import PlanningInputs
+from pipeline.plan.history import History
+from pipeline.plan.pool import RequestPool, split_by_capacity
+from pipeline.plan.profile_file import profile_for, sparse_mode_objection
 from pipeline.plan.settings import wave_config_of
-from pipeline.plan.waves import History, plan
+from pipeline.plan.waves import plan
 from pipeline.records import (
     CompletedRequest,
     FailedRequest,
@@ -110,39 +114,50 @@ def plan_job(job: Job, default_prompt: str) -> int:
     plan."""
     from pipeline.intake.survey_process import BlockingSurvey  # needs PyTorch
 
-    survey = BlockingSurvey(job, prompts_of(job, default_prompt))
-    outlook = outlook_of(job, survey.facts)
-    every = [one for batch in survey.plan_requests() for one in batch]
-    failed = [one for one in every if isinstance(one, FailedRequest)]
-    planned: list[PlannedRequest] = []
-    for one in fitting(
-        [one for one in every if isinstance(one, PlannedRequest)], outlook.profile, outlook.setting
-    ):
-        (failed if isinstance(one, FailedRequest) else planned).append(one)  # type: ignore[arg-type]
-    report = dryrun.report(_waves(planned, outlook), failed, outlook)
-    print(dryrun.table(report, failed))
+    survey = Survey(job, prompts_of(job, default_prompt))
+    inputs = planning_inputs(job, survey.facts)
+    requests = [request for batch in survey.found() for request in batch]
+    failed = [request for request in requests if isinstance(request, FailedRequest)]
+    planned, too_large = split_by_capacity(
+        [request for request in requests if isinstance(request, PlannedRequest)],
+        Capacity(inputs.profile, inputs.config),
+    )
+    failed += too_large
+    report = dryrun.report(_waves(planned, inputs), failed, inputs)
+    print(plan_table.table(report, failed))
     print(json.dumps(report), flush=True)
     return 0
 
 
-def outlook_of(job: Job, facts: JobFacts) -> dryrun.Outlook:
-    """What a plan's times are made from. Raises UsageError for a profile that is none, or is of
-    something else."""
+def planning_inputs(job: Job, facts: JobFacts) -> PlanningInputs:
+    """The device profile and the wave configuration of a job. Raises UsageError for a profile that
+    cannot be read or belongs to another model, precision or device."""
     profile = profile_for(
-        job.profile, facts.revision, job.dtype, facts.model_size, at_hand=facts.device
+        job.profile, facts.revision, job.dtype, size=facts.account, device=facts.device
     )
     draft = draft_of(job)
-    if job.mode == "sparse" and draft is not None and (why := unfit_alone(profile, draft)):
+    if (
+        job.mode == "sparse"
+        and draft is not None
+        and (why := sparse_mode_objection(profile, draft))
+    ):
         if job.profile:
             raise UsageError(f"--mode sparse is refused: {why}")
         logger.warning(
             "--mode sparse: nothing shows that its texts hold what is asked for: %s", why
         )
-    return dryrun.Outlook(profile, wave_config_of(job, draft, facts.do_sample), job.price_per_hour)
+    return PlanningInputs(profile, wave_config_of(job, draft, facts.draws), job.price_per_hour)
 
 
-def _waves(planned: Sequence[PlannedRequest], outlook: dryrun.Outlook) -> tuple[Wave, ...]:
-    return plan(planned, outlook.profile, History(), max(1, len(planned)), True, outlook.setting)
+def _waves(planned: Sequence[PlannedRequest], inputs: PlanningInputs) -> tuple[Wave, ...]:
+    return plan(
+        planned,
+        inputs.profile,
+        History(),
+        idle_engines=max(1, len(planned)),
+        closed=True,
+        config=inputs.config,
+    )
 
 
 def run_job(
@@ -162,32 +177,31 @@ def run_job(
     """
     began = time.monotonic()
     draft = draft_of(job)
+    output = OutputFolder(job.output)
     with survey(job, prompts_of(job, default_prompt)) as surveyor:
-        await_output(job.output)  # meanwhile
+        wait_for_output(output)  # while the survey process loads
         facts = surveyor.facts
-        setting = outlook_of(
-            job, facts
-        ).setting  # what is wrong with a profile is said before anything starts
-        profile_on = partial(profile_for, job.profile, facts.revision, job.dtype, facts.model_size)
+        config = planning_inputs(job, facts).config  # a wrong profile is refused here
+        profile_on = partial(profile_for, job.profile, facts.revision, job.dtype, facts.account)
         options: dict[str, Any] = {
             "retry_failed": job.retry_failed,
             "rows_per_part": job.rows_per_part,
         }
         with (
-            open_output(job.output, facts.input_schema, **options) as output,
-            RunMonitor(job.output, rows.about(job, draft), lambda: output.new) as monitor,
+            open_output(output, facts.input_schema, **options) as writer,
+            RunMonitor(job.output, rows.run_metadata(job, draft), lambda: writer.new) as monitor,
         ):
-            recorder = _Recorder(output, rows.Provenance(job, facts.revision, draft), monitor)
-            found = monitor.count_requests(surveyor.start(output.done, output.done & output.failed))
-            pool = Pool(
+            recorder = _Recorder(writer, rows.Provenance(job, facts.revision, draft), monitor)
+            found = monitor.count_requests(surveyor.begin(writer.done, writer.done & writer.failed))
+            pool = RequestPool(
                 found,
-                failed=recorder.failed,
-                handed=monitor.record_wave,
+                on_failed=recorder.failed,
+                on_wave=monitor.record_wave,
                 profile_on=profile_on,
-                setting=setting,
+                config=config,
             )
             decoded = 0
-            while pool.waiting():
+            while pool.poll():
                 monitor.show_reading()
             if not pool.empty:
                 # starts Ray's machinery, which a run without work does without
@@ -198,38 +212,38 @@ def run_job(
                 decoded = drive(
                     job,
                     pool,
-                    max_model_len=facts.max_model_len,
-                    on_answer=recorder.answered,
-                    observer=monitor,
-                    on_step=output.flush_due,
+                    facts.window,
+                    recorder.answered,
+                    monitor,
+                    tick=writer.flush_due,
                     **driving,
                 )
-            output.flush()
-            totals = surveyor.totals
-            errors = totals.failed + recorder.errors
-            result = rows.summary(
-                totals.requests, errors, output.totals, time.monotonic() - began, decoded=decoded
+            writer.flush()
+            closing = surveyor.closing
+            errors = closing.failed + recorder.errors
+            result = rows.run_summary(
+                closing.requests, errors, writer.totals, time.monotonic() - began, decoded=decoded
             )
-            output.write_summary(result)
+            writer.write_summary(result)
     return result
 
 
 class _Recorder:
     """Writes rows, shows them to the monitor, and counts those that are errors."""
 
-    def __init__(self, output: Output, run: rows.Provenance, monitor: RunMonitor):
-        self.output = output
+    def __init__(self, writer: OutputWriter, run: rows.Provenance, monitor: RunMonitor):
+        self.writer = writer
         self.run = run
         self.monitor = monitor
         self.errors = 0
 
     def failed(self, failure: FailedRequest) -> None:
-        self._add(rows.failed(self.run, failure))
+        self._add(rows.failed_row(self.run, failure))
 
-    def answered(self, answer: CompletedRequest) -> None:
-        self._add(rows.answered(self.run, answer))
+    def answered(self, completed: CompletedRequest) -> None:
+        self._add(rows.completed_row(self.run, completed))
 
     def _add(self, row: dict[str, Any]) -> None:
         self.errors += row["status"] == "error"
-        self.output.add(row)
+        self.writer.add(row)
         self.monitor.record_row(row)

@@ -177,6 +177,10 @@ class PlannedRequest:
             return self.info.uri
         return f"{self.info.uri}\0{self.window[0]:.6f}-{self.window[1]:.6f}"
 
+    def failed(self, error: RequestError) -> FailedRequest:
+        pending = PendingRequest(self.request_id, self.input_row, self.window)
+        return FailedRequest(pending, error, self.info)
+
 
 @dataclass(frozen=True)
 class DraftOption:

@@ -36,8 +36,8 @@ from jobs.suites.shared.paired_timing import ratio
 from pipeline.command_line import (
     parse_flags,
 )
-from pipeline.plan.choose import USUAL, choose
-from pipeline.plan.dryrun import name_of
+from pipeline.plan.choose import DEFAULT_LENGTHS, DraftPlanner
+from pipeline.plan.dryrun import describe_draft
 from pipeline.plan.history import History
 from pipeline.plan.profile_file import read_profile
 from pipeline.plan.settings import WaveConfig, WaveSummary
@@ -250,7 +250,7 @@ def _cell(
 ) -> Cell:
     """All settings in turn; what the scheduler chooses is settled once it is known how long answers
     are."""
-    kind = "question" if answer.length <= USUAL["question"] else "caption"
+    kind = "question" if answer.length <= DEFAULT_LENGTHS["question"] else "caption"
     asked = _asked(
         subjects.cut(subjects.of_kind(whole, kind), answer.length),
         engine.max_num_seqs,
@@ -291,18 +291,19 @@ def _ways(
 ) -> tuple[DraftOption, ...]:
     """What the scheduler makes of a cell whose answers' lengths it knows."""
     count = len(dense)
-    setting = WaveConfig(
-        rows, max_tokens=answer.length, draws="seeded" if answer.drawn else "greedy"
+    config = WaveConfig(
+        rows, max_tokens=answer.length, sampling_mode="seeded" if answer.drawn else "greedy"
     )
     visual = statistics.fmean(r.num_visual_tokens for r in dense)
     context = visual + statistics.fmean(r.num_prompt_tokens for r in dense)
-    longest = LongestRequest(round(context), round(visual), answer.length, sampling=setting.draws)
-    mix = WaveSummary(
+    longest = LongestRequest(
+        round(context), round(visual), answer.length, draws=config.sampling_mode
+    )
+    wave = WaveSummary(
         count, context=context, visual=visual, videos=count, longest=longest, kinds=((kind, count),)
     )
-    length = statistics.fmean(len(result.token_ids) for result in dense)
-    known = replace(profile, text_lengths=(TextLength(kind, length),))
-    return choose(mix, known, History(), setting, 0)
+    known = replace(profile, lengths=((kind, statistics.fmean(len(r.token_ids) for r in dense)),))
+    return DraftPlanner(known, History(), config).options(wave, wave_index=0)
 
 
 # ---------------------------------------------------------------------------------------- judgement
@@ -325,7 +326,7 @@ def count_accepted_rejected(
         "predicted_vs_measured": _errors(cells),
         "scheduler_vs_best_fixed": round(least / by_plan, 3),
         "scheduler_vs_oracle": round(by_oracle / by_plan, 3),
-        "best_fixed": name_of(fixed),
+        "best_fixed": describe_draft(fixed),
         "oracle_winners": winners,
         "oracle_vs_best_fixed": round(headroom, 3),
         "failed": _uninformative(winners, headroom),
@@ -365,8 +366,8 @@ def _row(cell: Cell, oracle: Draft | None) -> dict[str, Any]:
         "rows": cell.rows,
         "length": cell.answer.length,
         "drawn": cell.answer.drawn,
-        "chosen": name_of(cell.ways[0].draft),
-        "oracle": name_of(oracle),
+        "chosen": describe_draft(cell.ways[0].draft),
+        "oracle": describe_draft(oracle),
         "requests": cell.count,
         "predicted_s": round(cell.ways[0].seconds_per_request * cell.count, 4),
         "measured_s": round(cell.seconds(cell.plan, 0), 4),
@@ -383,13 +384,13 @@ def table(cells: Sequence[Cell], fixed: Sequence[Draft]) -> Table:
         "rows",
         "length",
         "dense",
-        *map(name_of, fixed),
+        *map(describe_draft, fixed),
         "scheduler",
         title="seconds of a wave",
     )
     for cell in cells:
         each = [f"{cell.fixed(draft, 0):.3f}" for draft in (None, *fixed)]
-        choice = f"{name_of(cell.ways[0].draft)} {cell.seconds(cell.plan, 0):.3f}"
+        choice = f"{describe_draft(cell.ways[0].draft)} {cell.seconds(cell.plan, 0):.3f}"
         found.add_row(
             str(cell.context),
             str(cell.rows),

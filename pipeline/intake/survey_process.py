@@ -21,8 +21,8 @@ from pipeline.intake.requests import (
     plan_in_batches,
     resolve_max_model_len,
 )
-from pipeline.intake.survey import InputTotals, JobFacts
-from pipeline.output.ledger import split
+from pipeline.intake.survey import Closing, JobFacts
+from pipeline.output.ledger import split_fingerprints
 from pipeline.records import (
     ProbedRequest,
     RequestError,
@@ -160,8 +160,8 @@ def _survey(connection: Connection) -> None:
         job, prompts, isolated_probe.probe_all if wary else requests.probe_all
     ) as here:
         connection.send(here.facts)
-        done, failed = map(split, connection.recv())
-        found = here.start(set(done), set(failed))
+        done, failed = map(split_fingerprints, connection.recv())
+        found = here.begin(set(done), set(failed))
         while not found.closed:
             if batch := found.take(1.0):
                 connection.send(batch)

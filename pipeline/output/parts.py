@@ -1,158 +1,142 @@
-"""The parts of an output as they lie there: which are ours, which count, and what is in them.
-Writes nothing.
+"""The parts of an output: Parquet files, and which of them count.
 
-A part counts if its record parses and names its size; of several rows of one request the latest
-commit's counts."""
+A part counts if its record parses and names its size.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import storage
-from pipeline.output import ledger
-from pipeline.output.ledger import PART, Record
-from pipeline.output.schema import RESULT_SCHEMA
+from pipeline.output.folder import OutputFolder, is_unfinished_part, part_file, part_name_of
+from pipeline.output.ledger import Record, read_records
 from pipeline.records import RequestError, UsageError
 
-_FOOTER = b"std-caption"  # key of our id in a part's footer
+_FOOTER_KEY = b"std-caption"  # marks a Parquet file as ours
 
 
 def to_parquet(table: pa.Table, epoch: int) -> bytes:
-    """A part's bytes, with our id in the footer."""
+    """The bytes of a part, with our mark and the driver's epoch in the footer."""
     stream = pa.BufferOutputStream()
-    marked = table.replace_schema_metadata({_FOOTER: json.dumps({"format": 1, "epoch": epoch})})
-    pq.write_table(marked, stream, compression="zstd")
+    footer = {_FOOTER_KEY: json.dumps({"format": 1, "epoch": epoch})}
+    pq.write_table(table.replace_schema_metadata(footer), stream, compression="zstd")
     return stream.getvalue().to_pybytes()
+
+
+def read_part(output: OutputFolder, record: Record, superseded: set[bytes]) -> pa.Table:
+    """The rows of a part without those that a later commit replaced. Raises RequestError."""
+    file = part_file(record.name)
+    data = output.read(file)
+    if hashlib.sha256(data).hexdigest() != record.checksum:
+        raise RequestError(
+            "storage_error",
+            f"{output.describe(file)} is not what its record says: its checksum differs",
+        )
+    table = pq.read_table(pa.BufferReader(data)).replace_schema_metadata(None)
+    if not superseded:
+        return table
+    return table.filter(pa.array([id_ not in superseded for id_ in record.fingerprints]))
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a look at an output found: valid records, leftover parts (name → epoch) and leftover
-    record files."""
+    """The files of an output.
+
+    Args:
+        records: of the parts that count, by name.
+        orphans: file name → epoch of the parts of ours that do not count.
+        invalid_records: names of the records whose part is missing or that do not parse.
+        unfinished: names of local files that a crash left while a part was being written.
+    """
 
     records: Mapping[str, Record]
     orphans: Mapping[str, int]
-    void: frozenset[str]
-    drafts: tuple[str, ...]  # dot-names of parts that were being written
+    invalid_records: frozenset[str]
+    unfinished: tuple[str, ...]
 
     @property
     def newest_epoch(self) -> int:
-        return max(
-            [*self.orphans.values(), *(record.epoch for record in self.records.values())], default=0
-        )
+        record_epochs = (record.epoch for record in self.records.values())
+        return max([*self.orphans.values(), *record_epochs], default=0)
 
 
-def look(output: str, known: Mapping[str, Record] | None = None) -> Contents:
-    """Reads an output's ledger and files; records in `known` are not read again. Raises UsageError
-    where something lies there that is not ours, RequestError."""
-    names = frozenset(ledger.record_names(output))
-    known = {name: record for name, record in (known or {}).items() if name in names}
-    loaded = {**known, **ledger.load_records(output, sorted(names - known.keys()))}
-    sizes = storage.list_sizes(output)
-    valid = {n: r for n, r in loaded.items() if sizes.get(f"part-{n}.parquet") == r.size}
-    orphans = {}
+def inspect(output: OutputFolder, known: Mapping[str, Record] | None = None) -> Contents:
+    """Lists an output and reads its ledger.
+
+    Args:
+        known: records that need not be read again.
+
+    Raises:
+        UsageError: the output holds files that are not ours, or parts without a ledger.
+        RequestError: storage fails.
+    """
+    names = frozenset(output.record_names())
+    records = {name: record for name, record in (known or {}).items() if name in names}
+    records |= read_records(output, sorted(names - records.keys()))
+    sizes = output.sizes()
+    valid = {
+        name: record
+        for name, record in records.items()
+        if sizes.get(part_file(name)) == record.size
+    }
+    orphans: dict[str, int] = {}
     for file in sizes:
-        match = PART.fullmatch(file)
-        if file.startswith("part-") and not (match and match[1] in valid):
-            record = loaded.get(match[1]) if match else None
+        name = part_name_of(file)
+        if file.startswith("part-") and name not in valid:
+            record = records.get(name) if name else None
             orphans[file] = record.epoch if record else _epoch_in_footer(output, file)
-    if any(PART.fullmatch(file) for file in sizes) and not storage.is_folder(
-        storage.join(output, "_ledger")
-    ):
+    if any(map(part_name_of, sizes)) and not output.has_ledger():
         raise UsageError(
-            f"{storage.redact(output)} holds parts but no _ledger/, so nobody can say which of them count"
+            f"{output} holds parts but no _ledger/, so nobody can say which of them count"
         )
-    drafts = tuple(
-        file for file in sizes if file[0] == "." and PART.fullmatch(file[1:].rpartition(".")[0])
+    return Contents(
+        valid,
+        orphans,
+        invalid_records=names - valid.keys(),
+        unfinished=tuple(filter(is_unfinished_part, sizes)),
     )
-    return Contents(valid, orphans, names - valid.keys(), drafts)
 
 
-def _epoch_in_footer(output: str, file: str) -> int:
-    """The epoch that a part of ours names in its footer. Raises UsageError for a file that is not
-    ours."""
-    metadata = None
-    if PART.fullmatch(file):
+def _epoch_in_footer(output: OutputFolder, file: str) -> int:
+    """The epoch in the footer of a part of ours. Raises UsageError for a file that is not ours."""
+    footer = None
+    if part_name_of(file):
         try:
-            with storage.open_read(storage.join(output, file)) as opened:
-                metadata = (pq.read_schema(opened).metadata or {}).get(_FOOTER)
-        except (pa.ArrowException, OSError):  # OSError: what pyarrow says of some broken files
-            metadata = None
-    if metadata is None:
+            with output.open(file) as opened:
+                footer = (pq.read_schema(opened).metadata or {}).get(_FOOTER_KEY)
+        except (pa.ArrowException, OSError):  # pyarrow raises OSError for some broken files
+            footer = None
+    if footer is None:
         raise UsageError(
-            f"{storage.redact(storage.join(output, file))} was not written by this program: choose another output"
+            f"{output.describe(file)} was not written by this program: choose another output"
         )
-    return int(json.loads(metadata)["epoch"])
+    return int(json.loads(footer)["epoch"])
 
 
-def check_schema(output: str, records: Mapping[str, Record], schema: pa.Schema) -> None:
-    """Raises UsageError if the parts that are there have other columns than the ones to come."""
+def check_schema(output: OutputFolder, records: Mapping[str, Record], schema: pa.Schema) -> None:
+    """Raises UsageError if the output's parts have other columns than this run writes."""
     if not records:
         return
-    with storage.open_read(ledger.part_uri(output, min(records))) as opened:
-        there = pq.read_schema(opened).remove_metadata()
-    if there.equals(schema):
+    with output.open(part_file(min(records))) as opened:
+        present = pq.read_schema(opened).remove_metadata()
+    if present.equals(schema):
         return
-    names = sorted({*there.names, *schema.names})
-    differ = [
-        n
-        for n in names
-        if n not in there.names or n not in schema.names or there.field(n) != schema.field(n)
+    differing = [
+        name
+        for name in sorted({*present.names, *schema.names})
+        if name not in present.names
+        or name not in schema.names
+        or present.field(name) != schema.field(name)
     ]
-    named = f"columns {', '.join(differ)} differ" if differ else "the order of the columns differs"
+    difference = "the order of the columns differs"
+    if differing:
+        difference = f"columns {', '.join(differing)} differ"
     raise UsageError(
-        f"{storage.redact(output)} was written for an input with other columns ({named}): choose another output"
+        f"{output} was written for an input with other columns ({difference}): "
+        "choose another output"
     )
-
-
-def read(output: str) -> pa.Table:
-    """All rows of an output, each request once, also while a driver writes: follows the ledger.
-    Raises UsageError if there is no output, RequestError."""
-    output = storage.normalize(output).rstrip("/")
-    for _ in range(20):
-        if not storage.is_folder(storage.join(output, "_ledger")):
-            raise UsageError(f"{storage.redact(output)}: there is no output here")
-        names = ledger.record_names(output)
-        try:
-            tables = _read_parts(output, names)
-        except RequestError as error:
-            if error.code != "not_found":
-                raise
-            continue  # a part was replaced meanwhile
-        if set(names) <= set(
-            ledger.record_names(output)
-        ):  # else a replacement may have been seen half
-            return pa.concat_tables(tables) if tables else RESULT_SCHEMA.empty_table()
-    raise RequestError("storage_error", f"{storage.redact(output)} keeps changing while it is read")
-
-
-def _read_parts(output: str, names: Iterable[str]) -> list[pa.Table]:
-    sizes = storage.list_sizes(output)
-    loaded = ledger.load_records(output, names).values()
-    records = sorted(
-        (r for r in loaded if sizes.get(f"part-{r.name}.parquet") == r.size), key=lambda r: r.key
-    )
-    old = ledger.superseded(records)
-    return storage.map_concurrently(
-        lambda record: read_part(output, record, old.get(record.name, set())), records
-    )
-
-
-def read_part(output: str, record: Record, old: set[bytes]) -> pa.Table:
-    """A part's rows but for those that a later commit replaced. Raises RequestError."""
-    uri = ledger.part_uri(output, record.name)
-    data = storage.read_bytes(uri)
-    if hashlib.sha256(data).hexdigest() != record.checksum:
-        raise RequestError(
-            "storage_error",
-            f"{storage.redact(uri)} is not what its record says: its checksum differs",
-        )
-    table = pq.read_table(pa.BufferReader(data)).replace_schema_metadata(None)
-    keep = [i not in old for i in ledger.split(record.ids)]
-    return table if all(keep) else table.filter(pa.array(keep))

@@ -1,5 +1,4 @@
-"""One request's row, and a run's summary: what the output contract says of them, from the records
-of the pipeline."""
+"""One request's row and a run's summary, in the columns and keys of the output contract."""
 
 from __future__ import annotations
 
@@ -13,18 +12,23 @@ from pipeline.records import (
     CompletedRequest,
     FailedRequest,
     Frames,
-    InputRow,
+    PendingRequest,
     RequestError,
     VideoInfo,
 )
 from std_core.types import Draft, Result
 
-STATUS = {"stop": "success", "length": "truncated", "error": "error"}
+STATUS_OF_FINISH_REASON = {"stop": "success", "length": "truncated", "error": "error"}
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is the same in every row of a run."""
+    """What all rows of a run have in common.
+
+    Args:
+        revision: of the model's checkpoint.
+        draft: of the job; None decodes densely.
+    """
 
     job: Job
     revision: str
@@ -32,74 +36,75 @@ class Provenance:
 
     @property
     def columns(self) -> dict[str, Any]:
-        model = {"model": self.job.model, "model_revision": self.revision}
-        return {**model, "draft": draft_name(self.job, self.draft)}
+        return {
+            "model": self.job.model,
+            "model_revision": self.revision,
+            "draft": draft_name(self.job, self.draft),
+        }
 
 
-def about(job: Job, draft: Draft | None) -> dict[str, Any]:
-    """What a run's record says of its job."""
-    gamma = None if draft is None else draft.gamma
+def run_metadata(job: Job, draft: Draft | None) -> dict[str, Any]:
+    """The part of a run's log that describes its job."""
     return {
         "model": job.model,
         "draft": draft_name(job, draft),
-        "gamma": gamma,
+        "gamma": None if draft is None else draft.gamma,
         "max_num_seqs": job.max_num_seqs,
     }
 
 
 def draft_name(job: Job, draft: Draft | None) -> str:
-    """As rows have it."""
+    """The column `draft`: `dense`, the name given with `--draft`, or for `auto` the policy and
+    weights."""
     if draft is None:
         return "dense"
-    chosen = draft.policy if draft.weights == "full" else f"{draft.policy}_{draft.weights}"
-    return chosen if job.draft == "auto" else job.draft
+    if job.draft != "auto":
+        return job.draft
+    return draft.policy if draft.weights == "full" else f"{draft.policy}_{draft.weights}"
 
 
-def answered(run: Provenance, answer: CompletedRequest) -> dict[str, Any]:
-    """The row of a request that reached the decoder."""
-    planned = answer.request
-    result = answer.result
-    row = run.columns | _asked(
-        run.job, planned.request_id, planned.input_row, planned.info, window=planned.window
-    )
-    row |= {"draft": draft_name(run.job, answer.draft), "attempts": answer.attempts}
-    row |= {"planned_visual_tokens": planned.frame_plan.tokens, **_seen(answer.frames)}
-    if result.error is not None:
-        return row | _error(result.error)
-    return row | _written(result)
-
-
-def failed(run: Provenance, failure: FailedRequest) -> dict[str, Any]:
-    """The row of a request that was given up before its frames were decoded."""
-    pending = failure.pending
-    asked = _asked(
-        run.job, pending.request_id, pending.input_row, failure.info, window=pending.window
-    )
-    return run.columns | {"attempts": 1} | asked | _error(failure.error)
-
-
-def _asked(
-    job: Job,
-    request_id: str,
-    item: InputRow,
-    info: VideoInfo | None,
-    window: tuple[float, float] | None,
-) -> dict[str, Any]:
-    start, end = window or (job.frames.video_start, job.frames.video_end)
-    return {
-        **item.columns,
-        "request_id": request_id,
-        "video_uri": storage.redact_utf8(item.video_uri),
-        "prompt": item.prompt,
-        "video_start": start or 0.0,
-        "video_end": end if info is None else min(end or info.duration, info.duration),
-        "rotation": None if info is None else info.rotation,
+def completed_row(run: Provenance, completed: CompletedRequest) -> dict[str, Any]:
+    """The row of a request that was handed to an engine or whose frames could not be decoded."""
+    request = completed.request
+    result = completed.result
+    pending = PendingRequest(request.request_id, request.input_row, request.window)
+    row = run.columns | _request_columns(run.job, pending, request.info)
+    row |= {
+        "draft": draft_name(run.job, completed.draft),
+        "attempts": completed.attempts,
+        "planned_visual_tokens": request.frame_plan.tokens,
     }
+    if completed.frames is not None:
+        row |= _frame_columns(completed.frames)
+    if result.error is not None:
+        return row | _error_columns(result.error)
+    return row | _result_columns(result)
 
 
-def _seen(frames: Frames | None) -> dict[str, Any]:
-    if frames is None:
-        return {}
+def failed_row(run: Provenance, failure: FailedRequest) -> dict[str, Any]:
+    """The row of a request that failed before its frames were decoded."""
+    request_columns = _request_columns(run.job, failure.pending, failure.info)
+    return run.columns | {"attempts": 1} | request_columns | _error_columns(failure.error)
+
+
+def _request_columns(job: Job, request: PendingRequest, info: VideoInfo | None) -> dict[str, Any]:
+    start, end = request.window or (job.frames.video_start, job.frames.video_end)
+    columns = {
+        **request.input_row.columns,
+        "request_id": request.request_id,
+        "video_uri": storage.recorded(request.input_row.video_uri),
+        "prompt": request.input_row.prompt,
+        "video_start": start or 0.0,
+        "video_end": end,
+        "rotation": None,
+    }
+    if info is not None:
+        columns["video_end"] = min(end or info.duration, info.duration)
+        columns["rotation"] = info.rotation
+    return columns
+
+
+def _frame_columns(frames: Frames) -> dict[str, Any]:
     return {
         "frame_pts": list(frames.pts),
         "sampled_fps": frames.fps,
@@ -108,7 +113,7 @@ def _seen(frames: Frames | None) -> dict[str, Any]:
     }
 
 
-def _error(error: RequestError) -> dict[str, Any]:
+def _error_columns(error: RequestError) -> dict[str, Any]:
     return {
         "status": "error",
         "finish_reason": "error",
@@ -117,9 +122,9 @@ def _error(error: RequestError) -> dict[str, Any]:
     }
 
 
-def _written(result: Result) -> dict[str, Any]:
+def _result_columns(result: Result) -> dict[str, Any]:
     return {
-        "status": STATUS[result.finish_reason],
+        "status": STATUS_OF_FINISH_REASON[result.finish_reason],
         "finish_reason": result.finish_reason,
         "text": result.text,
         "num_prompt_tokens": result.num_prompt_tokens,
@@ -137,25 +142,25 @@ def _written(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(
+def run_summary(
     requests: int, errors: int, totals: Mapping[str, float], seconds: float, decoded: int
 ) -> dict[str, Any]:
     """A run's summary.
 
     Args:
-        requests, errors: of this run's input, those done earlier included.
-        totals: sums over the output's rows, as the sink keeps them.
+        requests, errors: of this run's input, those of earlier runs included.
+        totals: sums over the output's rows, as `OutputWriter.totals` has them.
         seconds: wall time of this run.
         decoded: videos that this run decoded.
     """
-    written = totals["requests"] - totals["errors"]
+    rows_with_text = totals["requests"] - totals["errors"]
     return {
         "requests": requests,
         "new": int(totals["new"]),
         "errors": errors,
         "tokens": int(totals["num_generated_tokens"]),
-        "accepted_per_round": _share(totals["accepted"], totals["rounds"]),
-        "kv_keep": _share(totals["kv_keep"], written),  # mean over the rows
+        "accepted_per_round": _ratio(totals["accepted"], totals["rounds"]),
+        "kv_keep": _ratio(totals["kv_keep"], rows_with_text),  # mean over the rows
         "videos_decoded": decoded,
         "vision_s": round(totals["vision_s"], 3),
         "prefill_s": round(totals["prefill_s"], 3),
@@ -164,5 +169,5 @@ def summary(
     }
 
 
-def _share(part: float, whole: float) -> float:
+def _ratio(part: float, whole: float) -> float:
     return round(part / whole, 4) if whole else 0.0

@@ -1,4 +1,4 @@
-"""The columns of an output, the same whether all rows succeed or all fail (the output contract)."""
+"""The columns of an output; the same whether all rows succeed or all fail."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ RESULT_SCHEMA = pa.schema(
 
 
 def carried_name(column: str, columns: Iterable[str]) -> str:
-    """What an input column is called in the output: its own name, or `input_<name>` where that is
-    taken."""
+    """The output's name of an input column: its own, or `input_<name>` where that is taken."""
     taken = {*RESULT_SCHEMA.names, *columns} - {column}
     name = column
     while name in RESULT_SCHEMA.names or name in taken:
@@ -61,25 +60,26 @@ def carried_name(column: str, columns: Iterable[str]) -> str:
 
 
 def output_schema(input_schema: pa.Schema) -> pa.Schema:
-    """The schema of every part, whatever its rows: the results' columns, then the input's under
-    their output names."""
+    """The schema of every part: the results' columns, then the input's under their output
+    names."""
     return pa.schema([*RESULT_SCHEMA, *input_schema])
 
 
 def to_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
     """Rows as a table; missing columns are null."""
-    return pa.table(
-        [_array([row.get(f.name) for row in rows], f.type) for f in schema], schema=schema
-    )
+    arrays = [_array([row.get(column.name) for row in rows], column.type) for column in schema]
+    return pa.table(arrays, schema=schema)
 
 
-def _array(values: list[Any], type_: pa.DataType) -> pa.Array:
-    """File names need not be Unicode: what cannot be encoded is written as an escape."""
+def _array(values: list[Any], data_type: pa.DataType) -> pa.Array:
+    """Text that is not valid Unicode, such as a file name, is written with escapes."""
     try:
-        return pa.array(values, type_)
+        return pa.array(values, data_type)
     except UnicodeEncodeError:
-        plain = [
-            v.encode("utf-8", "backslashreplace").decode() if isinstance(v, str) else v
-            for v in values
-        ]
-        return pa.array(plain, type_)
+        return pa.array([_escaped(value) for value in values], data_type)
+
+
+def _escaped(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-8", "backslashreplace").decode()

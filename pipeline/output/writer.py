@@ -1,8 +1,8 @@
-"""Rows into Parquet parts, each part with its record in the ledger, every request once (the output
-contract).
+"""Writes rows as Parquet parts, each part with its record in the ledger, each request once.
 
-A part is built in memory and put whole, then its record; what lies there without a record counts
-for nothing and is removed by the next driver. Who may write, and what a record is: `ledger.py`."""
+A part is built in memory and written as a whole, then its record. A part without a record does not
+count and is removed by the next driver. README.md describes the protocol.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any
@@ -18,39 +19,62 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import storage
-from pipeline.output import ledger, parts
-from pipeline.output.ledger import Record
-from pipeline.output.parts import read
-from pipeline.output.schema import RESULT_SCHEMA, carried_name, output_schema, to_table
+from pipeline.output import lease as leases
+from pipeline.output import parts
+from pipeline.output.folder import SUMMARY_FILE, OutputFolder, part_file, record_file
+from pipeline.output.lease import Lease, LeaseLost
+from pipeline.output.ledger import Record, part_name, superseded
+from pipeline.output.schema import output_schema, to_table
 from pipeline.records import RequestError, UsageError
-
-__all__ = ["RESULT_SCHEMA", "Output", "carried_name", "open_output", "output_schema", "read"]
 
 ROWS_PER_PART = 512
 SECONDS_PER_PART = 60.0
-_SUMMED = ("num_prompt_tokens", "num_visual_tokens", "num_generated_tokens", "frames_lost", "kv_keep",
-           "rounds", "proposed", "accepted", "vision_s", "prefill_s", "decode_s")  # fmt: skip
+SUMMED_COLUMNS = (
+    "num_prompt_tokens",
+    "num_visual_tokens",
+    "num_generated_tokens",
+    "frames_lost",
+    "kv_keep",
+    "rounds",
+    "proposed",
+    "accepted",
+    "vision_s",
+    "prefill_s",
+    "decode_s",
+)
 
 
-class Output:
-    """An output that this driver holds: rows go in by `add`. Made by `open_output`; a context
-    manager.
+@dataclass
+class _Buffer:
+    """Rows that wait for a part, and when the oldest of them came."""
 
-    Attributes: done: fingerprints (16 bytes) of the requests that have a row; with `retry_failed`
-        not of those that failed. failed: fingerprints of the requests that had an error row when
-        the output was opened.
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    since: float = 0.0
+
+    def add(self, row: dict[str, Any], now: float) -> None:
+        if not self.rows:
+            self.since = now
+        self.rows.append(row)
+
+
+class OutputWriter:
+    """An output that this driver holds the lease of. Made by `open_output`; a context manager.
+
+    Attributes:
+        done: fingerprints (16 bytes) of the requests that have a row; with `retry_failed`, without
+            those that failed.
+        failed: fingerprints of the requests that had an error row when the output was opened.
     """
 
     def __init__(
         self,
-        uri: str,
+        output: OutputFolder,
         schema: pa.Schema,
-        lease: ledger.Lease,
+        lease: Lease,
         clock: Callable[[], float],
         rows_per_part: int,
     ):
-        self._uri = uri
+        self._output = output
         self._schema = schema
         self._lease = lease
         self._clock = clock
@@ -58,28 +82,29 @@ class Output:
         self.done: set[bytes] = set()
         self.failed: set[bytes] = set()
         self._records: dict[str, Record] = {}
-        self._holder: dict[
-            bytes, str
-        ] = {}  # id → record of its error row, which a new row replaces
-        self._held: Counter[str] = Counter()  # record → error rows in it that count
-        self._unsure: set[str] = set()  # parts whose commit failed half-way
-        self._buffers: dict[bool, list[dict[str, Any]]] = {False: [], True: []}  # error rows apart
-        self._since: dict[bool, float] = {}
-        self._sequence = self._new = 0
+        # fingerprint → record of its error row, which a new row replaces
+        self._error_records: dict[bytes, str] = {}
+        # record of error rows → how many of its rows still count
+        self._current_errors: Counter[str] = Counter()
+        self._half_committed: set[str] = set()  # parts whose commit failed half-way
+        self._results = _Buffer()
+        self._errors = _Buffer()  # error rows have parts of their own
+        self._sequence = 0
+        self._new = 0
 
-    def start(self, contents: parts.Contents, retry_failed: bool) -> None:
-        """Takes over what is there: removes leftovers, finishes half-done replacements."""
+    def resume(self, contents: parts.Contents, retry_failed: bool) -> None:
+        """Takes over what earlier drivers wrote: removes what does not count, finishes half-done
+        replacements."""
         self._records = dict(contents.records)
-        self._clean(contents)
-        for name, old in ledger.superseded(self._records.values()).items():
-            self._rewrite(name, old)
+        self._remove_leftovers(contents)
+        for name, fingerprints in superseded(self._records.values()).items():
+            self._drop_rows(name, fingerprints)
         for record in self._records.values():
-            ids = ledger.split(record.ids)
-            self.done.update(ids)
+            self.done.update(record.fingerprints)
             if record.errors:
-                self.failed.update(ids)
-                self._holder.update(dict.fromkeys(ids, record.name))
-                self._held[record.name] = record.rows
+                self.failed.update(record.fingerprints)
+                self._error_records.update(dict.fromkeys(record.fingerprints, record.name))
+                self._current_errors[record.name] = record.rows
         if retry_failed:
             self.done -= self.failed
 
@@ -90,73 +115,75 @@ class Output:
 
     @property
     def totals(self) -> dict[str, float]:
-        """`requests` and `errors` with a committed row, earlier runs' included; `new` ones of this
+        """`requests` and `errors` with a committed row, earlier runs included; `new` ones of this
         run; and the sums over all rows of the counts, times (s) and `kv_keep`."""
         records = self._records.values()
-        sums = {name: sum(r.sums.get(name, 0) for r in records) for name in _SUMMED}
+        sums = {
+            name: sum(record.sums.get(name, 0) for record in records) for name in SUMMED_COLUMNS
+        }
         counts = {
-            "requests": sum(r.rows for r in records),
+            "requests": sum(record.rows for record in records),
             "new": self._new,
-            "errors": sum(r.errors for r in records),
+            "errors": sum(record.errors for record in records),
         }
         return counts | sums
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Takes one request's row; missing columns are null, `created_at` is now. Raises ValueError
-        for an unknown column or a request that has its row already, LeaseLost, RequestError."""
+        """Accepts one request's row. Missing columns are null; `created_at` is now.
+
+        Raises:
+            ValueError: a column is unknown, or the request has its row already.
+            LeaseLost, RequestError: as `flush`.
+        """
         if unknown := row.keys() - set(self._schema.names):
             raise ValueError(f"the output has no column {', '.join(sorted(unknown))}")
         fingerprint = bytes.fromhex(row["request_id"])
-        now = self._clock()
         if fingerprint in self.done:
             raise ValueError(f"request {row['request_id']} has its row already")
         self.done.add(fingerprint)
-        failed = row["status"] == "error"
-        self._since.setdefault(failed, now)
-        self._buffers[failed].append(
-            {"created_at": datetime.fromtimestamp(now, timezone.utc), **row}
-        )
+        now = self._clock()
+        buffer = self._errors if row["status"] == "error" else self._results
+        buffer.add({"created_at": datetime.fromtimestamp(now, timezone.utc), **row}, now)
         self.flush_due()
 
     def flush_due(self) -> None:
-        """Commits the rows that fill a part or have waited for 60 s. Raises LeaseLost,
-        RequestError."""
-        for kind, since in list(self._since.items()):
-            if (
-                len(self._buffers[kind]) >= self._rows_per_part
-                or self._clock() - since >= SECONDS_PER_PART
-            ):
-                self._flush(kind)
+        """Commits the rows that fill a part or have waited for 60 s. Raises as `flush`."""
+        for buffer in (self._results, self._errors):
+            full = len(buffer.rows) >= self._rows_per_part
+            old = self._clock() - buffer.since >= SECONDS_PER_PART
+            if buffer.rows and (full or old):
+                self._flush(buffer)
 
     def flush(self) -> None:
-        """Commits the rows that wait. Raises LeaseLost, RequestError; rows that were not committed
-        wait on."""
-        for kind in (False, True):
-            self._flush(kind)
+        """Commits all rows that wait.
+
+        Raises:
+            LeaseLost: another driver holds the output.
+            RequestError: storage fails. Rows that were not committed keep waiting.
+        """
+        self._flush(self._results)
+        self._flush(self._errors)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `_summary.json`. Raises LeaseLost, RequestError."""
         self._lease.check()
-        storage.put(
-            storage.join(self._uri, "_summary.json"), json.dumps(summary, indent=2).encode()
-        )
+        self._output.put(SUMMARY_FILE, json.dumps(summary, indent=2).encode())
 
     def stop(self) -> None:
-        """Lets go without writing anything more, as a crash would."""
+        """Ends without writing anything more, as a crash would."""
         self._lease.stop()
 
     def close(self) -> None:
-        """Commits what waits, checks that every part is there, and gives the output back.
+        """Commits what waits, checks that every part exists, and releases the lease.
 
-        Raises LeaseLost, RequestError; then a later driver puts in order what lies there."""
+        Raises LeaseLost, RequestError; the next driver then repairs the output."""
         try:
             self.flush()
-            for name, rows in self._held.items():
-                if 0 < rows < self._records[name].rows:
-                    self._rewrite(
-                        name, set(ledger.split(self._records[name].ids)) - self._holder.keys()
-                    )
-            for name in self._unsure:
+            for name, current in self._current_errors.items():
+                if 0 < current < self._records[name].rows:
+                    replaced = set(self._records[name].fingerprints) - self._error_records.keys()
+                    self._drop_rows(name, replaced)
+            for name in self._half_committed:
                 self._remove(name)
             self._check_parts()
         except BaseException:
@@ -164,143 +191,159 @@ class Output:
             raise
         self._lease.release()
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> OutputWriter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if isinstance(error, ledger.LeaseLost | RequestError):
+        if isinstance(error, LeaseLost | RequestError):
             self.stop()
         else:
             self.close()
 
-    def _flush(self, kind: bool) -> None:
-        rows = self._buffers[kind]
-        if rows:
-            ids = [bytes.fromhex(row["request_id"]) for row in rows]
-            again = [i for i in ids if i in self._holder]
-            self._commit(to_table(rows, self._schema), ids, again)
-            self._forget(again)
-            self._new += len(rows)
-            self._buffers[kind] = []
-        self._since.pop(kind, None)
+    # --- commits -----------------------------------------------------------------------------------
 
-    def _commit(self, table: pa.Table, ids: Sequence[bytes], replaces: Sequence[bytes]) -> None:
-        """Part, then record."""
+    def _flush(self, buffer: _Buffer) -> None:
+        if not buffer.rows:
+            return
+        fingerprints = [bytes.fromhex(row["request_id"]) for row in buffer.rows]
+        replaces = [f for f in fingerprints if f in self._error_records]
+        self._commit(to_table(buffer.rows, self._schema), fingerprints, replaces)
+        self._remove_replaced(replaces)
+        self._new += len(buffer.rows)
+        buffer.rows = []
+
+    def _commit(
+        self, table: pa.Table, fingerprints: Sequence[bytes], replaces: Sequence[bytes]
+    ) -> None:
+        """Writes a part, then its record."""
         self._sequence += 1
         epoch = self._lease.epoch
-        data = parts.to_parquet(table, self._lease.epoch)
+        data = parts.to_parquet(table, epoch)
         record = Record(
-            name=ledger.part_name(ids, f"{epoch}.{self._sequence}" if replaces else ""),
+            name=part_name(fingerprints, f"{epoch}.{self._sequence}" if replaces else ""),
             epoch=epoch,
             sequence=self._sequence,
             size=len(data),
             checksum=hashlib.sha256(data).hexdigest(),
-            ids=b"".join(ids),
+            ids=b"".join(fingerprints),
             replaces=b"".join(replaces),
             errors=pc.sum(pc.equal(table["status"], "error")).as_py(),
-            sums={column: pc.sum(table[column]).as_py() or 0 for column in _SUMMED},
+            sums={column: pc.sum(table[column]).as_py() or 0 for column in SUMMED_COLUMNS},
         )
-        self._unsure.add(record.name)
-        self._place(ledger.part_uri(self._uri, record.name), data)
-        self._place(ledger.record_uri(self._uri, record.name), record.to_json())
-        self._unsure.remove(record.name)
+        self._half_committed.add(record.name)
+        self._write(part_file(record.name), data)
+        self._write(record_file(record.name), record.to_json())
+        self._half_committed.remove(record.name)
         self._records[record.name] = record
 
-    def _forget(self, replaced: Sequence[bytes]) -> None:
+    def _write(self, file: str, data: bytes) -> None:
+        """Writes a new file while the lease holds. A file of that name can only come from an older
+        driver that was suspended while this one removed leftovers; it does not count and is
+        replaced."""
+        self._lease.check()
+        if not self._output.put_if_absent(file, data):
+            self._lease.check()
+            self._output.put(file, data)
+
+    # --- removals ----------------------------------------------------------------------------------
+
+    def _remove_replaced(self, replaces: Sequence[bytes]) -> None:
         """Removes the parts of which no row counts any longer."""
-        for i in replaced:
-            name = self._holder.pop(i)
-            self._held[name] -= 1
-            if not self._held[name]:
+        for fingerprint in replaces:
+            name = self._error_records.pop(fingerprint)
+            self._current_errors[name] -= 1
+            if not self._current_errors[name]:
                 self._remove(name)
 
-    def _place(self, uri: str, data: bytes) -> None:
-        """Writes a new file while the lease holds. What is there already was placed by an older
-        driver that woke up after this one had cleaned up, and counts for nothing."""
-        self._lease.check()
-        if not storage.put_if_absent(uri, data):
-            self._lease.check()
-            storage.put(uri, data)
-
-    def _rewrite(self, name: str, old: set[bytes]) -> None:
-        """Finishes a replacement: the rows of a part that still count move to a part of their own,
-        the part goes."""
-        rest = [i for i in ledger.split(self._records[name].ids) if i not in old]
+    def _drop_rows(self, name: str, replaced: set[bytes]) -> None:
+        """Finishes a replacement: moves the rows of a part that still count to a new part, and
+        removes the old one."""
+        record = self._records[name]
+        rest = [fingerprint for fingerprint in record.fingerprints if fingerprint not in replaced]
         if rest:
-            self._commit(parts.read_part(self._uri, self._records[name], old), rest, rest)
+            self._commit(parts.read_part(self._output, record, replaced), rest, rest)
         self._remove(name)
 
     def _remove(self, name: str) -> None:
-        """Record first: a part without one counts for nothing."""
+        """Removes the record first: a part without one does not count."""
         self._lease.check()
-        storage.delete(ledger.record_uri(self._uri, name))
-        storage.delete(ledger.part_uri(self._uri, name))
+        self._output.delete(record_file(name))
+        self._output.delete(part_file(name))
         self._records.pop(name, None)
 
-    def _clean(self, contents: parts.Contents) -> None:
+    def _remove_leftovers(self, contents: parts.Contents) -> None:
         """Removes what older drivers left half-done."""
         self._lease.check()
-        for name in contents.void:
-            storage.delete(ledger.record_uri(self._uri, name))
+        for name in contents.invalid_records:
+            self._output.delete(record_file(name))
         for file, epoch in contents.orphans.items():
             if epoch < self._lease.epoch:
-                storage.delete(storage.join(self._uri, file))
-        for file in contents.drafts:
-            storage.delete(storage.join(self._uri, file))
+                self._output.delete(file)
+        for file in contents.unfinished:
+            self._output.delete(file)
 
     def _check_parts(self) -> None:
-        """Raises RequestError, LeaseLost; a last look before the run says that every request has
-        its row."""
+        """Raises RequestError if a committed part is missing or has another size; LeaseLost."""
         self._lease.check()
-        sizes = storage.list_sizes(self._uri)
+        sizes = self._output.sizes()
         for name, record in self._records.items():
-            if sizes.get(f"part-{name}.parquet") != record.size:
-                part = storage.redact(ledger.part_uri(self._uri, name))
+            file = part_file(name)
+            if sizes.get(file) != record.size:
                 raise RequestError(
-                    "storage_error", f"{part} is gone or was changed by someone else: run again"
+                    "storage_error",
+                    f"{self._output.describe(file)} is gone or was changed by someone else: "
+                    "run again",
                 )
 
 
-def await_output(
-    uri: str, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
+def wait_for_output(
+    output: OutputFolder,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Waits until `open_output` would not have to wait for a dead driver's lease; nothing is
-    touched. Raises UsageError if another driver is at work or the output cannot be looked at."""
+    """Waits until `open_output` would not have to wait for a dead driver's lease; writes nothing.
+
+    Raises:
+        UsageError: another driver is writing to the output, or it cannot be read.
+    """
     try:
-        ledger.wait_until_free(storage.normalize(uri).rstrip("/"), clock, sleep)
+        leases.wait_until_free(output, clock, sleep)
     except RequestError as error:
         raise UsageError(f"the output cannot be used: {error.message}") from error
 
 
 def open_output(
-    uri: str,
+    output: OutputFolder,
     input_schema: pa.Schema,
     *,
     retry_failed: bool = False,
     rows_per_part: int = ROWS_PER_PART,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
-) -> Output:
-    """Takes an output over, new or begun earlier.
+) -> OutputWriter:
+    """Takes over an output, new or begun by an earlier run.
 
-    Raises UsageError, with nothing touched, if files lie there that are not ours, if its columns
-    differ, if another driver is at work or if it cannot be written; RequestError if storage fails
-    later."""
-    uri = storage.normalize(uri).rstrip("/")
+    Raises:
+        UsageError: the output holds files that are not ours, has other columns, is written by
+            another driver, or cannot be written. Nothing was changed.
+        RequestError: storage fails later.
+    """
     schema = output_schema(input_schema.remove_metadata())
     try:
-        contents = parts.look(uri)
-        parts.check_schema(uri, contents.records, schema)
-        lease = ledger.acquire(uri, contents.newest_epoch, clock, sleep)
-        storage.make_folder(storage.join(uri, "_ledger"))
+        contents = parts.inspect(output)
+        parts.check_schema(output, contents.records, schema)
+        lease = leases.acquire(output, contents.newest_epoch, clock, sleep)
+        output.make_ledger()
     except RequestError as error:
         raise UsageError(f"the output cannot be used: {error.message}") from error
-    output = Output(uri, schema=schema, lease=lease, clock=clock, rows_per_part=rows_per_part)
+    writer = OutputWriter(
+        output, schema=schema, lease=lease, clock=clock, rows_per_part=rows_per_part
+    )
     try:
-        output.start(parts.look(uri, contents.records), retry_failed)
+        writer.resume(parts.inspect(output, contents.records), retry_failed)
     except BaseException:
         lease.stop()
         raise
-    return output
+    return writer

@@ -1,5 +1,5 @@
-"""What earlier waves of a run have shown: acceptance, speed and lengths, as medians over waves.
-Values, no clock."""
+"""What the finished waves of a run have shown: acceptance, speed and lengths, as medians over
+waves. Immutable values; reads no clock."""
 
 from __future__ import annotations
 
@@ -9,128 +9,129 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pipeline.records import Wave
-from std_core.cost_model.acceptance import (
-    AcceptanceCurve,
-    count_accepted_rejected,
-    fit_acceptance_curve,
-)
-from std_core.types import MIN_DRAFTED_ROUNDS, Draft, Result
+from std_core.cost_model.account import AcceptanceCurve, chances, count_accepted_rejected
+from std_core.types import ROUNDS, Draft, Result
 
-KEPT = 32  # waves whose figures are kept, the newest
-EVERY = 50  # waves of which one explores
+WAVES_KEPT = 32  # the newest, of each kind of evidence
 
 T = TypeVar("T")
 Key = tuple[object, ...]
-Seen = Mapping[Key, tuple[float, ...]]
+Values = Mapping[Key, tuple[float, ...]]
 
 
-def kind_of(prompt: str) -> str:
-    """Prompts that ask are answered briefly; the others want a description."""
+def prompt_kind(prompt: str) -> str:
+    """`question` or `caption`: a prompt that ends with a question mark gets a short answer."""
     return "question" if prompt.rstrip().endswith("?") else "caption"
 
 
-def draft_key(draft: Draft | None) -> Draft | None:
-    """A draft as acceptance per token depends on it: whatever its γ."""
+def without_gamma(draft: Draft | None) -> Draft | None:
+    """A draft with γ = 1, as a key: acceptance per token does not depend on γ."""
     return None if draft is None else replace(draft, gamma=1)
 
 
 @dataclass(frozen=True)
 class History:
-    """`issued` and `observed` return the next one.
+    """Evidence from a run's waves. `with_issued` and `with_results` return the next history.
 
     Attributes:
-        waves: handed out so far.
-        accepts: by draft and kind of prompt, the chances of each wave.
-        speeds: by draft, measured seconds of rounds over predicted ones.
-        lengths: by kind of prompt, mean tokens written.
+        waves: waves handed out so far.
+        acceptance_curves: by draft and kind of prompt, one curve per wave.
+        time_ratios: by draft, measured over predicted seconds of rounds, one per wave.
+        mean_lengths: by kind of prompt, mean generated tokens, one per wave.
     """
 
     waves: int = 0
-    accepts: Mapping[Key, tuple[AcceptanceCurve, ...]] = field(default_factory=dict)
-    speeds: Seen = field(default_factory=dict)
-    lengths: Seen = field(default_factory=dict)
+    acceptance_curves: Mapping[Key, tuple[AcceptanceCurve, ...]] = field(default_factory=dict)
+    time_ratios: Values = field(default_factory=dict)
+    mean_lengths: Values = field(default_factory=dict)
 
-    def issued(self, waves: int) -> History:
-        """Once so many waves are handed out."""
+    def with_issued(self, waves: int) -> History:
+        """The history after so many more waves were handed out."""
         return replace(self, waves=self.waves + waves)
 
-    def observed(self, wave: Wave, results: Sequence[Result]) -> History:
-        """Once a wave, or a part of it, is through."""
-        kinds = {request.request_id: kind_of(request.input_row.prompt) for request in wave.requests}
-        good = [r for r in results if r.error is None and r.request_id in kinds]
-        accepts = self.accepts
-        speeds = self.speeds
-        lengths = self.lengths
-        for kind in sorted({kinds[r.request_id] for r in good}):
-            some = [r for r in good if kinds[r.request_id] == kind]
-            lengths = _with(lengths, (kind,), statistics.fmean(len(r.token_ids) for r in some))
-            # dense rounds of a wave that drafts judge nothing
-            if wave.draft is not None and min(_rounds(some), _judged(some)) >= MIN_DRAFTED_ROUNDS:
-                accepts = _with(
-                    accepts,
-                    (draft_key(wave.draft), kind),
-                    fit_acceptance_curve(*count_accepted_rejected(some)),
-                )
-        expected = sum(_foretold(r, wave) for r in good)
-        spent = sum(r.decode_s for r in good)
-        if _rounds(good) >= MIN_DRAFTED_ROUNDS and expected > 0 and spent > 0:
-            speeds = _with(speeds, (draft_key(wave.draft),), spent / expected)
-        return replace(self, accepts=accepts, speeds=speeds, lengths=lengths)
+    def with_results(self, wave: Wave, results: Sequence[Result]) -> History:
+        """The history after a wave, or a part of it, has finished; failed requests are ignored."""
+        kinds = {
+            request.request_id: prompt_kind(request.input_row.prompt) for request in wave.requests
+        }
+        finished = [r for r in results if r.error is None and r.request_id in kinds]
+        history = self
+        for kind in sorted({kinds[result.request_id] for result in finished}):
+            of_kind = [result for result in finished if kinds[result.request_id] == kind]
+            history = history._with_length(kind, of_kind)
+            if wave.draft is not None:
+                history = history._with_acceptance(wave.draft, kind, of_kind)
+        return history._with_time_ratio(wave, finished)
 
-    def chances(self, draft: Draft, kind: str) -> AcceptanceCurve | None:
-        """Of a draft, median by median; None if it has not been seen on such prompts."""
-        seen = self.accepts.get((draft_key(draft), kind))
-        if not seen:
+    def acceptance(self, draft: Draft, kind: str) -> AcceptanceCurve | None:
+        """A draft's acceptance, the median over waves at each position; None if no wave has shown
+        it for such prompts."""
+        curves = self.acceptance_curves.get((without_gamma(draft), kind))
+        if not curves:
             return None
-        places = max(len(one.by_place) for one in seen)
+        positions = range(max(len(curve.by_place) for curve in curves))
         return AcceptanceCurve(
-            tuple(statistics.median(one.at(place) for one in seen) for place in range(places))
+            tuple(statistics.median(curve.at(i) for curve in curves) for i in positions)
         )
 
     def length(self, kind: str) -> float | None:
-        """Tokens that such prompts' texts have; None if none has been seen."""
-        return _median(self.lengths, (kind,))
+        """Generated tokens for a kind of prompt; None if no wave has shown it."""
+        return _median(self.mean_lengths, (kind,))
 
-    def speed(self, draft: Draft | None) -> float:
-        """By what a predicted time is to be multiplied: as seen with this draft, else with any."""
-        own = _median(self.speeds, (draft_key(draft),))
-        every = [ratio for ratios in self.speeds.values() for ratio in ratios]
-        return own or (statistics.median(every) if every else 1.0)
+    def time_ratio(self, draft: Draft | None) -> float:
+        """Factor that corrects a predicted time: from waves with this draft, else from all waves,
+        else 1."""
+        own = _median(self.time_ratios, (without_gamma(draft),))
+        if own:
+            return own
+        all_ratios = [ratio for ratios in self.time_ratios.values() for ratio in ratios]
+        return statistics.median(all_ratios) if all_ratios else 1.0
 
-    def explores(self, turn: int) -> bool:
-        """Whether a wave takes a draft that would have been dropped."""
-        return turn % EVERY == EVERY - 1
+    def _with_length(self, kind: str, results: Sequence[Result]) -> History:
+        mean = statistics.fmean(len(result.token_ids) for result in results)
+        return replace(self, mean_lengths=_appended(self.mean_lengths, (kind,), mean))
 
-    def exploration(self, turn: int) -> int:
-        """Which of them: each in turn."""
-        return turn // EVERY
+    def _with_acceptance(self, draft: Draft, kind: str, results: Sequence[Result]) -> History:
+        """Dense rounds of a wave that drafts carry no acceptance statistics, so drafted tokens are
+        counted too."""
+        if min(_rounds(results), _verified_tokens(results)) < ROUNDS:
+            return self
+        curve = chances(*count_accepted_rejected(results))
+        key = (without_gamma(draft), kind)
+        return replace(self, acceptance_curves=_appended(self.acceptance_curves, key, curve))
+
+    def _with_time_ratio(self, wave: Wave, results: Sequence[Result]) -> History:
+        predicted = sum(_predicted_decode_s(result, wave) for result in results)
+        measured = sum(result.decode_s for result in results)
+        if _rounds(results) < ROUNDS or predicted <= 0 or measured <= 0:
+            return self
+        key = (without_gamma(wave.draft),)
+        return replace(self, time_ratios=_appended(self.time_ratios, key, measured / predicted))
 
 
 def _rounds(results: Sequence[Result]) -> int:
-    return sum(r.rounds for r in results)
+    return sum(result.rounds for result in results)
 
 
-def _judged(results: Sequence[Result]) -> int:
-    """Drafted tokens that were accepted, and those that ended a round."""
-    return sum(r.accepted + sum(r.reject_counts) for r in results)
+def _verified_tokens(results: Sequence[Result]) -> int:
+    """Drafted tokens that were accepted, and those whose rejection ended a round."""
+    return sum(result.accepted + sum(result.refuse_counts) for result in results)
 
 
-def _foretold(result: Result, wave: Wave) -> float:
-    """Seconds that a row's rounds were expected to take, whatever γ each of them had: they grow
-    evenly with it."""
+def _predicted_decode_s(result: Result, wave: Wave) -> float:
+    """Predicted seconds of a row's rounds. γ may differ from round to round; time grows linearly
+    with it."""
     if not wave.options:
         return 0.0
-    way = wave.options[0]
+    option = wave.options[0]
     gamma = wave.draft.gamma if wave.draft else 0
-    return (
-        result.rounds * way.row_round_s
-        + (result.drafted - result.rounds * gamma) * way.row_draft_token_s
-    )
+    extra_tokens = result.drafted - result.rounds * gamma
+    return result.rounds * option.row_round_s + extra_tokens * option.row_draft_token_s
 
 
-def _with(seen: Mapping[Key, tuple[T, ...]], key: Key, value: T) -> dict[Key, tuple[T, ...]]:
-    return {**seen, key: (*seen.get(key, ()), value)[-KEPT:]}
+def _appended(values: Mapping[Key, tuple[T, ...]], key: Key, value: T) -> dict[Key, tuple[T, ...]]:
+    return {**values, key: (*values.get(key, ()), value)[-WAVES_KEPT:]}
 
 
-def _median(seen: Seen, key: Key) -> float | None:
-    return statistics.median(seen[key]) if key in seen else None
+def _median(values: Values, key: Key) -> float | None:
+    return statistics.median(values[key]) if key in values else None

@@ -1,4 +1,4 @@
-"""Device profiles as files, and which one a job plans with."""
+"""Device profiles as files, and the profile that a job plans with."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from std_core.types import Draft
 
 
 def write_profile(uri: str, profile: Profile) -> None:
+    """Raises RequestError where storage fails."""
     storage.put(uri, json.dumps(to_json(profile), indent=1).encode())
 
 
 def read_profile(uri: str) -> Profile:
-    """Raises UsageError where there is none, or one of another version."""
+    """Raises UsageError where there is no profile, or one of another version."""
     try:
         return from_json(json.loads(storage.read_bytes(uri)))
     except RequestError as error:
@@ -28,72 +29,76 @@ def read_profile(uri: str) -> Profile:
         raise UsageError(f"--profile {uri!r} {error}; jobs/calibrate.py writes one") from error
 
 
-def check(profile: Profile, uri: str, model: str, dtype: str, device: Device) -> None:
-    """
+def profile_for(uri: str, revision: str, dtype: str, size: ModelSize, device: Device) -> Profile:
+    """The profile of a model on a device: calibrated or, without a file, from data sheets.
+
     Args:
-        device: at hand. A profile of another kind of device is taken to be of where the engines
-            will run.
+        uri: of a profile file; empty if none was given.
+        revision: of the model's checkpoint.
+        device: of this machine. The profile may be of another kind of device (`cpu`, `cuda`): a
+            driver without a GPU plans for engines with one.
 
     Raises:
-        UsageError: the profile is of another model, precision or device.
-    """
-    what = ""
-    if profile.model != model:
-        what = f"of model {profile.model}, not {model}"
-    elif profile.dtype != dtype:
-        what = f"of {profile.dtype}, not {dtype}"
-    elif profile.device.kind == device.kind and profile.device.name != device.name:
-        what = f"of {profile.device.name}, this is {device.name}"
-    if what:
-        raise UsageError(f"--profile {uri!r} is {what}: jobs/calibrate.py measures what is at hand")
-
-
-def profile_for(
-    uri: str, model: str, dtype: str, model_size: ModelSize, at_hand: Device
-) -> Profile:
-    """What was measured, or without a profile what is published of the device at hand.
-
-    Args:
-        uri: empty where none was given.
-        model: its checkpoint's revision.
-
-    Raises: UsageError: the profile cannot be read, or is of another version, model, precision or
-        device.
+        UsageError: the profile cannot be read, or is of another version, model, precision or
+            device.
     """
     if not uri:
-        return estimated_profile(at_hand, model_size, model, dtype)
+        return unmeasured(device, size, revision, dtype)
     profile = read_profile(uri)
-    check(profile, uri, model, dtype, device=at_hand)
+    if difference := _difference(profile, revision, dtype, device):
+        raise UsageError(
+            f"--profile {uri!r} is {difference}: jobs/calibrate.py measures what is at hand"
+        )
     return profile
 
 
-def unfit_alone(profile: Profile, draft: Draft) -> str | None:
-    """Why a draft's text should not be taken without verification, as a clause; None if nothing
-    speaks against it."""
-    found = next(
+def _difference(profile: Profile, revision: str, dtype: str, device: Device) -> str:
+    """How a profile differs from what it is needed for, as a clause; empty if it does not."""
+    if profile.model != revision:
+        return f"of model {profile.model}, not {revision}"
+    if profile.dtype != dtype:
+        return f"of {profile.dtype}, not {dtype}"
+    if profile.device.kind == device.kind and profile.device.name != device.name:
+        return f"of {profile.device.name}, this is {device.name}"
+    return ""
+
+
+def sparse_mode_objection(profile: Profile, draft: Draft) -> str | None:
+    """Why a draft's text should not be used without verification (`--mode sparse`), as a clause;
+    None if its retrieval test was passed."""
+    tests = next(
         (
-            t.retrieval_scores
-            for t in profile.drafts
-            if replace(t.draft, gamma=1) == replace(draft, gamma=1)
+            calibrated.retrieved
+            for calibrated in profile.drafts
+            if replace(calibrated.draft, gamma=1) == replace(draft, gamma=1)
         ),
         (),
     )
-    if not found:
-        return "--profile holds no retrieval test of this draft: jobs/calibrate.py --retrieval true makes one"
-    worst = min(found, key=lambda r: r.draft_correct / max(1, r.dense_correct))
-    if all(r.passes for r in found):
+    if not tests:
+        return (
+            "--profile holds no retrieval test of this draft: "
+            "jobs/calibrate.py --retrieval true makes one"
+        )
+    if all(test.enough for test in tests):
         return None
+    worst = min(tests, key=lambda test: test.sparse / max(1, test.dense))
     return (
-        f"on its own it found {worst.draft_correct} of the {worst.dense_correct} answers that the dense loop found, of {worst.questions}, "
-        f"in contexts of {worst.context} tokens"
+        f"on its own it found {worst.sparse} of the {worst.dense} answers that the dense loop "
+        f"found, of {worst.asked}, in contexts of {worst.context} tokens"
     )
 
 
-def provenance(profile: Profile) -> str:
+def describe_source(profile: Profile) -> str:
     """Where a plan's figures come from, in one sentence."""
     name = profile.device.name
     if profile.measured:
         return f"times as measured on {name}"
     if profile.drafts:
-        return f"times from what is published of {name}, acceptance from other models: --profile has measured ones"
-    return f"nothing was measured on {name}, so the draft is the default and times are rough: --profile has measured ones"
+        return (
+            f"times from what is published of {name}, acceptance from other models: "
+            "--profile has measured ones"
+        )
+    return (
+        f"nothing was measured on {name}, so the draft is the default and times are rough: "
+        "--profile has measured ones"
+    )

@@ -1,72 +1,88 @@
-"""What a job says of its waves, and what a wave's requests come to in sums: what a choice is made
-from."""
+"""What the planner knows of a job and of a wave: `WaveConfig` and `WaveSummary`."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config import Job
-from pipeline.plan.history import kind_of
+from pipeline.plan.history import prompt_kind
 from pipeline.records import PlannedRequest
 from std_core.cost_model.memory import LongestRequest, SamplingMode
 from std_core.types import Draft
 
-STANDARD = Draft()
+STANDARD_DRAFT = Draft()
 
 
 @dataclass(frozen=True)
 class WaveConfig:
-    """What a job says of its waves.
+    """The part of a job's configuration that its waves depend on.
 
     Args:
-        max_num_seqs: slots at most.
-        draft: used ungated; None decodes densely; `auto` is a choice.
-        default: in the place of a choice where there is nothing to choose from.
-        engines: that share the work.
-        strict: tokens that each verification is padded to, if any.
-        draws: how tokens are drawn, as `LongestRequest` has it.
+        max_num_seqs: upper bound of a wave's slots.
+        draft: a given draft is always used; None decodes densely; `auto` leaves the choice to the
+            planner.
+        default: the draft of `auto` where the profile has no calibrated draft to choose from.
+        engines: engines that share the requests.
+        strict: tokens per row that each verification is padded to; 0 pads nothing.
+        sampling_mode: how tokens are sampled, as in `LongestRequest`.
     """
 
     max_num_seqs: int = 8
     max_tokens: int = 256
     prefill_chunk: int = 2048
     draft: Draft | Literal["auto"] | None = "auto"
-    default: Draft = STANDARD
+    default: Draft = STANDARD_DRAFT
     engines: int = 1
     strict: int = 0
-    draws: SamplingMode = "greedy"
+    sampling_mode: SamplingMode = "greedy"
 
     @property
-    def drawn(self) -> bool:
-        return self.draws != "greedy"
+    def sampled(self) -> bool:
+        return self.sampling_mode != "greedy"
 
 
-def wave_config_of(job: Job, draft: Draft | None, drawn: bool = False) -> WaveConfig:
-    """A job's setting.
+def wave_config_of(job: Job, draft: Draft | None, sampled_by_default: bool = False) -> WaveConfig:
+    """The wave configuration of a job.
 
-    Args: draft: as `draft_of` has it; a choice is left where `--draft` is `auto` and no number of a
-        draft is given. drawn: whether texts are drawn where the job does not say.
+    Args:
+        draft: as `draft_of` resolves it. The planner chooses where `--draft` is `auto`, the mode is
+            `std`, and none of `--gamma`, `--keep` and `--k` is given.
+        sampled_by_default: whether the checkpoint samples where the job gives no temperature.
     """
-    given = (job.gamma, job.keep, job.k) != (None, None, None)
-    greedy = not drawn if job.temperature is None else job.temperature == 0
-    free = job.draft == "auto" and job.mode == "std" and not given
+    overrides = (job.gamma, job.keep, job.k)
+    chooses = job.draft == "auto" and job.mode == "std" and overrides == (None, None, None)
     return WaveConfig(
         job.max_num_seqs,
         job.max_tokens,
-        draft="auto" if free else draft,
-        default=draft or Draft(),
+        draft="auto" if chooses else draft,
+        default=draft or STANDARD_DRAFT,
         strict=job.strict,
-        draws="greedy" if greedy else "fresh" if job.seed is None else "seeded",
+        sampling_mode=_sampling_mode(job, sampled_by_default),
     )
+
+
+def _sampling_mode(job: Job, sampled_by_default: bool) -> SamplingMode:
+    sampled = sampled_by_default if job.temperature is None else job.temperature != 0
+    if not sampled:
+        return "greedy"
+    return "fresh" if job.seed is None else "seeded"
 
 
 @dataclass(frozen=True)
 class WaveSummary:
-    """A wave's requests in sums: means in tokens, kinds of prompt with their numbers. `longest` has
-    the most visual tokens of any and the most text of any, since each of the two stores is as long
-    as its longest row."""
+    """A wave's requests as means and counts.
+
+    Args:
+        count: requests.
+        context, visual: mean tokens per request: the whole context, and its visual tokens.
+        videos: distinct videos, or windows of videos; each is prefilled once.
+        longest: the most visual tokens of any request with the most text of any, since prefix and
+            suffix are stored apart and each is as long as its longest row.
+        kinds: (kind of prompt, requests), sorted.
+    """
 
     count: int
     context: float
@@ -76,34 +92,32 @@ class WaveSummary:
     kinds: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, requests: Sequence[PlannedRequest], setting: WaveConfig) -> WaveSummary:
+    def of(cls, requests: Sequence[PlannedRequest], config: WaveConfig) -> WaveSummary:
         count = len(requests)
-        visual = max(r.frame_plan.tokens for r in requests)
-        text = max(r.context - r.frame_plan.tokens for r in requests)
-        kinds: dict[str, int] = {}
-        for request in requests:
-            kind = kind_of(request.input_row.prompt)
-            kinds[kind] = kinds.get(kind, 0) + 1
+        visual = max(request.frame_plan.tokens for request in requests)
+        text = max(request.context - request.frame_plan.tokens for request in requests)
+        kinds = Counter(prompt_kind(request.input_row.prompt) for request in requests)
         return cls(
             count,
-            sum(r.context for r in requests) / count,
-            sum(r.frame_plan.tokens for r in requests) / count,
-            len({(r.info.uri, r.frame_plan.times) for r in requests}),
-            _load(visual + text, visual, setting),
-            tuple(sorted(kinds.items())),
+            context=sum(request.context for request in requests) / count,
+            visual=sum(request.frame_plan.tokens for request in requests) / count,
+            videos=len({(request.info.uri, request.frame_plan.times) for request in requests}),
+            longest=_longest_request(visual + text, visual, config),
+            kinds=tuple(sorted(kinds.items())),
         )
 
 
-def load_of(request: PlannedRequest, setting: WaveConfig) -> LongestRequest:
-    return _load(request.context, request.frame_plan.tokens, setting)
+def longest_request(request: PlannedRequest, config: WaveConfig) -> LongestRequest:
+    """The memory model's input for a wave in which no request is longer than this one."""
+    return _longest_request(request.context, request.frame_plan.tokens, config)
 
 
-def _load(context: int, visual: int, setting: WaveConfig) -> LongestRequest:
+def _longest_request(context: int, visual: int, config: WaveConfig) -> LongestRequest:
     return LongestRequest(
         context,
         visual=visual,
-        max_tokens=setting.max_tokens,
-        chunk=setting.prefill_chunk,
-        strict_width=setting.strict,
-        sampling=setting.draws,
+        written=config.max_tokens,
+        chunk=config.prefill_chunk,
+        strict=config.strict,
+        draws=config.sampling_mode,
     )

@@ -1,27 +1,24 @@
-"""The plan: which requests an engine is handed together, and with which draft. Pure; sees only what
-headers and prompts say, what the device was measured to do, and what earlier waves have shown.
+"""The plan: which requests an engine gets together, and how it decodes them.
 
-Decodes nothing, knows no engine, and reads no clock: the same snapshot gives the same waves.
+Pure: depends on headers, prompts, a device profile and the results of earlier waves, and gives the
+same waves for the same arguments. Decodes nothing, knows no engine, reads no clock.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from itertools import islice
 
-from pipeline.plan.choose import MEMORY, choose, fallback, memory_of, slots_of
+from pipeline.plan.choose import DraftPlanner
 from pipeline.plan.history import History
-from pipeline.plan.settings import WaveConfig, WaveSummary, load_of
-from pipeline.records import PlannedRequest, RequestError, UsageError, Wave
-from std_core.cost_model.memory import LongestRequest, peak_memory
+from pipeline.plan.settings import WaveConfig, WaveSummary
+from pipeline.records import PlannedRequest, UsageError, Wave
 from std_core.cost_model.profile import Profile
 
-__all__ = ["HALF", "LIKE", "WAVE", "History", "WaveConfig", "cut", "misfit", "plan"]
-
-WAVE = 16  # × slots requests in a wave at most, unless one video alone has more
-HALF = 8  # × slots: from here on a wave ends where contexts grow much shorter
-LIKE = 1.25  # contexts within this ratio are alike
+MAX_REQUESTS_PER_SLOT = 16  # in a wave, unless one video alone has more
+MIN_REQUESTS_PER_SLOT = 8  # from here on a wave ends where contexts become much shorter
+SIMILAR_RATIO = 1.25  # between the longest and the shortest of similar contexts
 
 
 def plan(
@@ -30,118 +27,94 @@ def plan(
     history: History,
     idle_engines: int,
     closed: bool,
-    setting: WaveConfig,
+    config: WaveConfig,
 ) -> tuple[Wave, ...]:
     """Waves for idle engines, longest contexts first.
 
-    A request of the pool is in one wave at most: what is in none stays in the pool until engines
-    are idle again, until there are more of its context length, or, where even a single slot is too
-    small for it (`misfit`), for good.
+    Each request is in one wave at most. It stays in the pool while no engine is idle, while too few
+    requests have a similar context length, and for good if it does not fit the device
+    (`Capacity.misfit`).
 
     Args:
         pool: requests that are in no wave yet.
-        idle_engines: waves at most.
-        closed: no more requests will come; else only full waves of like contexts are handed out.
+        idle_engines: upper bound of the number of waves.
+        closed: no more requests will come. Otherwise only full waves of similar contexts are
+            returned.
 
     Raises:
         UsageError: none of the pool's requests fits the device.
     """
-    fits = _fitting(profile, setting)
-    fitting = [request for request in pool if fits(load_of(request, setting))]
+    planner = DraftPlanner(profile, history, config)
+    capacity = planner.capacity
+    fitting = [request for request in pool if capacity.slots_for(request)]
     if pool and not fitting:
-        raise UsageError(advice(min(pool, key=lambda r: r.context), profile, setting))
-    draft = fallback(profile, setting)
-
-    def slots(request: PlannedRequest) -> int:
-        return slots_of(load_of(request, setting), profile, setting, draft)
-
+        shortest = min(pool, key=lambda request: request.context)
+        raise UsageError(capacity.advice(shortest))
+    # the last requests of a run are shared among all engines
+    max_requests = math.ceil(len(fitting) / config.engines) if closed else None
+    groups = split_into_waves(fitting, capacity.slots_for, closed, max_requests)
     waves: list[Wave] = []
-    most = (
-        -(-len(fitting) // setting.engines) if closed else None
-    )  # the last waves are shared among all engines
-    for requests in islice(cut(fitting, slots, closed, most), idle_engines):
-        parts = [requests]
+    for group in islice(groups, idle_engines):
+        parts = [group]
         while parts and len(waves) < idle_engines:
-            part = parts.pop()
-            ways = choose(
-                WaveSummary.of(part, setting), profile, history, setting, history.waves + len(waves)
-            )
-            if ways:
-                waves.append(Wave(tuple(part), ways[0].slots, ways[0].draft, ways))
-            else:  # much text and many frames, which fit on their own and not together
-                parts += [part[len(part) // 2 :], part[: len(part) // 2]]
+            requests = parts.pop()
+            summary = WaveSummary.of(requests, config)
+            options = planner.options(summary, history.waves + len(waves))
+            if options:
+                waves.append(Wave(tuple(requests), options[0].slots, options[0].draft, options))
+            else:
+                # one request has the most text and another the most frames: each fits, but a wave
+                # whose caches have room for both does not
+                middle = len(requests) // 2
+                parts += [requests[middle:], requests[:middle]]
     return tuple(waves)
 
 
-def misfit(request: PlannedRequest, profile: Profile, setting: WaveConfig) -> RequestError | None:
-    """Why a request can be in no wave; None if it can."""
-    if slots_of(load_of(request, setting), profile, setting, fallback(profile, setting)):
-        return None
-    return RequestError("out_of_memory", advice(request, profile, setting))
-
-
-def advice(request: PlannedRequest, profile: Profile, setting: WaveConfig) -> str:
-    """What would make a request fit, in one sentence."""
-    draft = fallback(profile, setting)
-    needs = memory_of(load_of(request, setting), profile, draft, slots=1)
-    most = max(needs, key=lambda name: needs[name])
-    small = "a smaller model, --dtype bfloat16, or more GPUs per engine (--pipeline-parallel-size)"
-    short = "lower fps, max_frames, max_pixels, total_pixels or --max-tokens"
-    what = small if most in ("weights", "draft_weights") else short
-    return (
-        f"a request of {request.context} tokens needs {peak_memory(needs) / 1e9:.1f} GB alone, "
-        f"{needs[most] / 1e9:.1f} of them for {most.replace('_', ' ')}, and {profile.device.name} can give "
-        f"{MEMORY * profile.device.memory / 1e9:.1f}: {what} would help"
-    )
-
-
-def cut(
+def split_into_waves(
     pool: Sequence[PlannedRequest],
-    slots: Callable[[PlannedRequest], int],
+    slots_for: Callable[[PlannedRequest], int],
     closed: bool = True,
-    most: int | None = None,
+    max_requests: int | None = None,
 ) -> Iterator[list[PlannedRequest]]:
-    """Requests that are handed out together, longest contexts first.
+    """Requests of each wave, longest contexts first.
 
-    All questions on one video lie side by side, in one wave, in the order of the pool, so that its
-    frames are decoded and held once.
+    All questions on one video are next to each other in one wave, in the order of the pool, so that
+    its frames are decoded once and held once.
 
     Args:
-        slots: that a wave has whose longest request is this one.
-        closed: what is left over is handed out too.
-        most: requests in a wave, unless it has fewer than slots.
+        slots_for: slots of a wave whose longest request is the given one.
+        closed: whether the rest, which does not fill a wave, is returned too.
+        max_requests: upper bound of the requests in a wave, but never below its slots.
     """
     wave: list[PlannedRequest] = []
     longest = 0
-    room = 1
+    slots = 1
     for group in _by_video(pool):
-        context = max(r.context for r in group)
-        alike = longest <= LIKE * context
-        full = len(wave) >= HALF * room
-        bound = WAVE * room if most is None else min(WAVE * room, max(room, most))
-        if wave and (len(wave) + len(group) > bound or (not alike and (full or not closed))):
+        context = max(request.context for request in group)
+        similar = longest <= SIMILAR_RATIO * context
+        full = len(wave) >= MIN_REQUESTS_PER_SLOT * slots
+        limit = MAX_REQUESTS_PER_SLOT * slots
+        if max_requests is not None:
+            limit = min(limit, max(slots, max_requests))
+        ends = len(wave) + len(group) > limit or (not similar and (full or not closed))
+        if wave and ends:
             if closed or full:
                 yield wave
             wave = []
         if not wave:
             longest = context
-            room = slots(max(group, key=lambda r: r.context))
+            slots = slots_for(max(group, key=lambda request: request.context))
         wave += group
-    if wave and (closed or len(wave) >= HALF * room):
+    if wave and (closed or len(wave) >= MIN_REQUESTS_PER_SLOT * slots):
         yield wave
 
 
 def _by_video(pool: Sequence[PlannedRequest]) -> list[list[PlannedRequest]]:
-    """Groups that share frames, the one with the longest context first; ties by the pool's
-    order."""
-    groups: dict[tuple[object, ...], list[PlannedRequest]] = {}
+    """The requests on each video, the video with the longest context first; ties in the order of
+    the pool."""
+    groups: dict[tuple[str, str], list[PlannedRequest]] = {}
     for request in pool:
         groups.setdefault((request.info.uri, request.info.version), []).append(request)
-    for group in groups.values():  # windows one behind the other, the questions on one side by side
+    for group in groups.values():  # windows in order of time, questions on one next to each other
         group.sort(key=lambda request: request.window or (0.0, 0.0))
-    return sorted(groups.values(), key=lambda group: -max(r.context for r in group))
-
-
-def _fitting(profile: Profile, setting: WaveConfig) -> Callable[[LongestRequest], bool]:
-    draft = fallback(profile, setting)
-    return cache(lambda load: slots_of(load, profile, setting, draft) > 0)
+    return sorted(groups.values(), key=lambda group: -max(request.context for request in group))

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline import storage
-from pipeline.output import parts
+from pipeline.output import reader
 from pipeline.records import RequestError
 from pipeline.report.runs import RunRecord, latest_job, read_runs
 from pipeline.report.tally import PHASES
@@ -173,7 +173,7 @@ def load_report_data(output: str, price_per_hour: float | None = None) -> Report
         UsageError: There is no output in this folder.
         RequestError: Storage failed.
     """
-    table = parts.read(output)
+    table = reader.read(output)
     total_rows = table.num_rows
     total_errors = pc.sum(pc.equal(table["status"], "error")).as_py() or 0
     runs = latest_job(read_runs(output))

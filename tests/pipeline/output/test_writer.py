@@ -17,23 +17,19 @@ from hypothesis import strategies as st
 
 import pipeline
 from pipeline import storage
-from pipeline.output import ledger
-from pipeline.output.ledger import LeaseLost
-from pipeline.output.schema import (
-    RESULT_SCHEMA,
-)
-from pipeline.output.writer import (
-    Output,
-    await_output,
-    open_output,
-)
+from pipeline.output import lease
+from pipeline.output.folder import OutputFolder, part_file, record_file
+from pipeline.output.lease import LeaseLost
+from pipeline.output.ledger import part_name
+from pipeline.output.schema import RESULT_SCHEMA
+from pipeline.output.writer import OutputWriter, open_output, wait_for_output
 from pipeline.records import RequestError, UsageError
 
 EMPTY = pa.schema([])
 
 
 class Clock:
-    """Time that passes only when told to, or while somebody sleeps."""
+    """Time that passes by `sleep`, or by assignment."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -50,8 +46,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def opened(uri: str, clock: Clock, schema: pa.Schema = EMPTY, **options: Any) -> Output:
-    return open_output(uri, schema, clock=clock, sleep=clock.sleep, **options)
+def opened(uri: str, clock: Clock, schema: pa.Schema = EMPTY, **options: Any) -> OutputWriter:
+    return open_output(OutputFolder(uri), schema, clock=clock, sleep=clock.sleep, **options)
 
 
 def hex_id(i: int) -> str:
@@ -76,7 +72,7 @@ def ids(table: pa.Table) -> list[int]:
 
 
 def plain(uri: str) -> list[int]:
-    """What somebody sees who knows nothing of the ledger (on a local disk)."""
+    """What a reader sees that does not follow the ledger (on a local disk)."""
     files = [str(path) for path in Path(uri).glob("part-*.parquet")]
     return ids(pyarrow.dataset.dataset(files, schema=RESULT_SCHEMA).to_table()) if files else []
 
@@ -85,14 +81,14 @@ def files(uri: str) -> set[str]:
     return {*storage.list_files(uri)}
 
 
-def crash(output: Output, clock: Clock) -> None:
-    """The process is gone: nothing is written, the lease runs out."""
+def crash(output: OutputWriter, clock: Clock) -> None:
+    """The process ends: nothing more is written, and the lease expires."""
     output.stop()
-    clock.now += ledger.EXPIRE_S + 1
+    clock.now += lease.EXPIRE_S + 1
 
 
 def fail_records(patch: pytest.MonkeyPatch, after: int = 0) -> None:
-    """Records cannot be written, but for the first few: a crash between a part and its record."""
+    """Writing records fails after the first few: a crash between a part and its record."""
     put = storage.put_if_absent
     left = itertools.count(after, -1)
 
@@ -157,10 +153,9 @@ def test_parts_are_named_by_their_ids_and_recorded(folder: str, clock: Clock) ->
         assert record["ids"] == table["request_id"].to_pylist()
         assert (record["rows"], record["size"], record["epoch"]) == (len(table), len(whole), 1)
         assert (
-            name
-            == f"part-{ledger.part_name([bytes.fromhex(i) for i in reversed(record['ids'])])}.parquet"
+            name == f"part-{part_name([bytes.fromhex(i) for i in reversed(record['ids'])])}.parquet"
         )
-        assert len(set(table["status"].to_pylist())) == 1  # error rows are apart
+        assert len(set(table["status"].to_pylist())) == 1  # error rows have parts of their own
         assert b"std-caption" in table.schema.metadata
     assert {n for n in storage.list_names(folder) if not n.startswith("part-")} == set()
 
@@ -174,7 +169,9 @@ def test_many_parts(folder: str, clock: Clock) -> None:
         assert len(again.done) == again.totals["requests"] == 33
 
 
-def test_a_part_is_written_after_a_minute_of_work(tmp_path: Path, clock: Clock) -> None:
+def test_a_part_is_written_when_its_oldest_row_is_a_minute_old(
+    tmp_path: Path, clock: Clock
+) -> None:
     output = opened(str(tmp_path), clock)
     output.add(row(1))
     clock.now += 59
@@ -198,7 +195,7 @@ def test_all_failed_and_all_succeeded_have_one_schema(tmp_path: Path, clock: Clo
     assert pipeline.read(str(tmp_path / "a")).schema == pipeline.read(str(tmp_path / "b")).schema
 
 
-def test_wrong_rows_are_refused(tmp_path: Path, clock: Clock) -> None:
+def test_unknown_columns_and_repeated_requests_are_refused(tmp_path: Path, clock: Clock) -> None:
     with opened(str(tmp_path), clock) as output:
         output.add(row(1))
         with pytest.raises(ValueError, match="has its row already"):
@@ -208,13 +205,13 @@ def test_wrong_rows_are_refused(tmp_path: Path, clock: Clock) -> None:
     assert ids(pipeline.read(str(tmp_path))) == [1]
 
 
-def test_names_that_are_no_unicode_are_escaped(tmp_path: Path, clock: Clock) -> None:
+def test_file_names_that_are_not_unicode_are_escaped(tmp_path: Path, clock: Clock) -> None:
     with opened(str(tmp_path), clock) as output:
         output.add(row(1, video_uri="/v/\udcff"))
     assert pipeline.read(str(tmp_path))["video_uri"].to_pylist() == ["/v/\\udcff"]
 
 
-def test_a_second_run_sees_what_is_done(folder: str, clock: Clock) -> None:
+def test_a_second_run_knows_which_requests_have_a_row(folder: str, clock: Clock) -> None:
     with opened(folder, clock) as output:
         output.add(row(1))
         output.add(row(2, "error"))
@@ -225,7 +222,7 @@ def test_a_second_run_sees_what_is_done(folder: str, clock: Clock) -> None:
         assert again.failed == {bytes.fromhex(hex_id(2))}
         assert again.totals["requests"] == 2
         assert again.totals["new"] == 0
-    assert clock.now == before  # a lease that was given back is not waited for
+    assert clock.now == before  # a released lease needs no waiting
     assert json.loads(storage.read_bytes(storage.join(folder, "_summary.json"))) == {"requests": 2}
     assert storage.list_names(storage.join(folder, "_lease")) == ["2.json"]
 
@@ -240,14 +237,12 @@ def test_reading_needs_no_ray(tmp_path: Path, clock: Clock) -> None:
     assert run.stdout.split() == ["1", "False"]
 
 
-def test_reading_what_is_no_output(tmp_path: Path) -> None:
+def test_reading_a_folder_that_is_no_output_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no output"):
         pipeline.read(str(tmp_path))
 
 
-def test_a_part_with_other_bytes_is_not_read_as_if_nothing_were(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_a_part_whose_checksum_differs_is_not_read(tmp_path: Path, clock: Clock) -> None:
     with opened(str(tmp_path), clock) as output:
         output.add(row(1))
     (part,) = tmp_path.glob("part-*")
@@ -258,34 +253,36 @@ def test_a_part_with_other_bytes_is_not_read_as_if_nothing_were(
         pipeline.read(str(tmp_path))
 
 
-# --- what lies there
+# --- an output that is not empty
 
 
-def assert_untouched(folder: str, clock: Clock, said: str, schema: pa.Schema = EMPTY) -> None:
+def assert_refused(folder: str, clock: Clock, message: str, schema: pa.Schema = EMPTY) -> None:
     before = {uri: storage.read_bytes(uri) for uri in storage.list_files(folder)}
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         opened(folder, clock, schema)
     assert {uri: storage.read_bytes(uri) for uri in storage.list_files(folder)} == before
 
 
 @pytest.mark.parametrize("name", ["part-0.parquet", "part-" + "0" * 32 + ".parquet", "part-x.csv"])
-def test_foreign_files_are_left_alone(folder: str, clock: Clock, name: str) -> None:
+def test_parts_of_another_program_are_refused_and_untouched(
+    folder: str, clock: Clock, name: str
+) -> None:
     stream = pa.BufferOutputStream()
     pq.write_table(pa.table({"a": [1]}), stream)
     storage.put(storage.join(folder, name), stream.getvalue().to_pybytes())
-    assert_untouched(folder, clock, "not written by this program")
+    assert_refused(folder, clock, "not written by this program")
     storage.put(storage.join(folder, name), b"no parquet")
-    assert_untouched(folder, clock, "not written by this program")
+    assert_refused(folder, clock, "not written by this program")
 
 
-def test_other_files_are_no_concern(folder: str, clock: Clock) -> None:
+def test_files_with_other_names_are_ignored(folder: str, clock: Clock) -> None:
     storage.put(storage.join(folder, "README.md"), b"mine")
     with opened(folder, clock) as output:
         output.add(row(1))
     assert storage.read_bytes(storage.join(folder, "README.md")) == b"mine"
 
 
-def test_parts_without_a_ledger_are_left_alone(folder: str, clock: Clock) -> None:
+def test_parts_without_a_ledger_are_refused_and_untouched(folder: str, clock: Clock) -> None:
     with opened(folder, clock) as output:
         output.add(row(1))
     for uri in [
@@ -296,7 +293,7 @@ def test_parts_without_a_ledger_are_left_alone(folder: str, clock: Clock) -> Non
             Path(uri).rmdir()
         else:
             _delete_exactly(uri)
-    assert_untouched(folder, clock, "no _ledger/")
+    assert_refused(folder, clock, "no _ledger/")
 
 
 def _delete_exactly(uri: str) -> None:
@@ -312,11 +309,11 @@ def _delete_exactly(uri: str) -> None:
 def test_other_columns_are_refused(folder: str, clock: Clock) -> None:
     with opened(folder, clock, pa.schema({"a": pa.int64(), "b": pa.string()})) as output:
         output.add(row(1, a=1))
-    assert_untouched(
+    assert_refused(
         folder, clock, r"columns a differ", pa.schema({"a": pa.string(), "b": pa.string()})
     )
-    assert_untouched(folder, clock, r"columns a, b differ")
-    assert_untouched(folder, clock, "order", pa.schema({"b": pa.string(), "a": pa.int64()}))
+    assert_refused(folder, clock, r"columns a, b differ")
+    assert_refused(folder, clock, "order", pa.schema({"b": pa.string(), "a": pa.int64()}))
     opened(folder, clock, pa.schema({"a": pa.int64(), "b": pa.string()}, {"pandas": "x"})).close()
 
 
@@ -328,9 +325,9 @@ def test_damaged_commits_count_as_absent(folder: str, clock: Clock, damage: str)
     with opened(folder, clock, rows_per_part=2) as output:
         for i in range(4):
             output.add(row(i))
-    name = ledger.part_name([bytes.fromhex(hex_id(i)) for i in (0, 1)])
-    part = ledger.part_uri(folder, name)
-    record = ledger.record_uri(folder, name)
+    name = part_name([bytes.fromhex(hex_id(i)) for i in (0, 1)])
+    part = storage.join(folder, part_file(name))
+    record = storage.join(folder, record_file(name))
     data = storage.read_bytes(part)
     text = storage.read_bytes(record)
     if damage == "record is half":
@@ -369,7 +366,7 @@ def test_a_crash_before_the_very_first_record(folder: str, clock: Clock) -> None
     assert ids(pipeline.read(folder)) == [1]
 
 
-def test_a_half_written_local_part_is_removed(tmp_path: Path, clock: Clock) -> None:
+def test_an_unfinished_local_part_is_removed(tmp_path: Path, clock: Clock) -> None:
     opened(str(tmp_path), clock).close()
     half = tmp_path / f".part-{'0' * 32}.parquet.{'1' * 32}"
     half.write_bytes(b"PAR1")
@@ -377,7 +374,7 @@ def test_a_half_written_local_part_is_removed(tmp_path: Path, clock: Clock) -> N
     assert not half.exists()
 
 
-def test_a_commit_that_failed_half_way_and_then_went_through_is_there_once(
+def test_a_commit_that_is_repeated_after_a_failure_is_there_once(
     tmp_path: Path, clock: Clock
 ) -> None:
     uri = str(tmp_path)
@@ -392,9 +389,7 @@ def test_a_commit_that_failed_half_way_and_then_went_through_is_there_once(
     assert ids(pipeline.read(uri)) == plain(uri) == [1, 2]
 
 
-def test_a_part_that_vanished_is_noticed_before_the_run_says_done(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_closing_fails_if_a_part_is_missing(tmp_path: Path, clock: Clock) -> None:
     output = opened(str(tmp_path), clock)
     output.add(row(1))
     output.flush()
@@ -407,7 +402,7 @@ def test_a_part_that_vanished_is_noticed_before_the_run_says_done(
 # --- retries
 
 
-def test_retried_rows_take_the_place_of_error_rows(folder: str, clock: Clock) -> None:
+def test_retried_rows_replace_error_rows(folder: str, clock: Clock) -> None:
     with opened(folder, clock) as output:
         output.add(row(1))
         for i in (2, 3):
@@ -425,7 +420,7 @@ def test_retried_rows_take_the_place_of_error_rows(folder: str, clock: Clock) ->
     assert (totals["requests"], totals["new"], totals["errors"]) == (3, 2, 1)
 
 
-def test_the_same_errors_again(tmp_path: Path, clock: Clock) -> None:
+def test_a_retry_that_fails_again_replaces_its_error_row(tmp_path: Path, clock: Clock) -> None:
     uri = str(tmp_path)
     with opened(uri, clock) as output:
         output.add(row(1, "error"))
@@ -436,7 +431,7 @@ def test_the_same_errors_again(tmp_path: Path, clock: Clock) -> None:
         assert plain(uri) == [1]
 
 
-def test_a_retry_of_some_leaves_the_others_as_they_are(tmp_path: Path, clock: Clock) -> None:
+def test_a_retry_of_some_error_rows_keeps_the_others(tmp_path: Path, clock: Clock) -> None:
     uri = str(tmp_path)
     with opened(uri, clock) as output:
         for i in range(4):
@@ -473,54 +468,52 @@ def test_half_done_replacements_are_finished(tmp_path: Path, clock: Clock, again
     assert ids(pipeline.read(uri)) == plain(uri) == [0, 1, 2, 3]
 
 
-# --- one driver
+# --- one driver at a time
 
 
-def test_a_second_driver_is_turned_away(tmp_path: Path, clock: Clock) -> None:
+def test_a_second_driver_is_refused(tmp_path: Path, clock: Clock) -> None:
     uri = str(tmp_path)
     with opened(uri, clock) as output:
-        lease = tmp_path / "_lease" / "1.json"
+        file = tmp_path / "_lease" / "1.json"
 
         def renew(seconds: float) -> None:
             clock.sleep(seconds)
-            lease.write_text(json.dumps(json.loads(lease.read_text()) | {"renewed": clock()}))
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"renewed": clock()}))
 
         with pytest.raises(UsageError, match="another driver"):
-            open_output(uri, EMPTY, clock=clock, sleep=renew)
+            open_output(OutputFolder(uri), EMPTY, clock=clock, sleep=renew)
         output.add(row(1))
     assert ids(pipeline.read(uri)) == [1]
 
 
-def test_a_dead_drivers_lease_is_waited_for(folder: str, clock: Clock) -> None:
+def test_opening_waits_until_a_dead_drivers_lease_expires(folder: str, clock: Clock) -> None:
     output = opened(folder, clock)
     output.stop()
     start = clock.now
     opened(folder, clock).close()
-    assert ledger.EXPIRE_S < clock.now - start <= ledger.EXPIRE_S + 2
+    assert lease.EXPIRE_S < clock.now - start <= lease.EXPIRE_S + 2
 
 
-def test_a_dead_driver_from_the_future_is_not_waited_for_longer(
+def test_a_dead_driver_whose_clock_is_ahead_is_not_waited_for_longer(
     tmp_path: Path, clock: Clock
 ) -> None:
     clock.now += 5000
     opened(str(tmp_path), clock).stop()
     clock.now -= 5000
     opened(str(tmp_path), clock).close()
-    assert clock.now <= 1000 + ledger.EXPIRE_S + 2
+    assert clock.now <= 1000 + lease.EXPIRE_S + 2
 
 
-def test_a_dead_drivers_lease_can_be_waited_for_and_nothing_is_touched(
-    folder: str, clock: Clock
-) -> None:
-    """What opens the output then waits for nothing. One that is new is free."""
+def test_waiting_for_a_lease_changes_nothing(folder: str, clock: Clock) -> None:
+    """Opening the output afterwards waits for nothing. A new output is free at once."""
     uri = storage.join(folder, "out")
     start = clock.now
-    await_output(uri, clock, clock.sleep)
+    wait_for_output(OutputFolder(uri), clock, clock.sleep)
     opened(uri, clock).stop()
     before = files(uri)
-    await_output(uri, clock, clock.sleep)
+    wait_for_output(OutputFolder(uri), clock, clock.sleep)
     waited = clock.now
-    assert ledger.EXPIRE_S < waited - start <= ledger.EXPIRE_S + 2 and files(uri) == before
+    assert lease.EXPIRE_S < waited - start <= lease.EXPIRE_S + 2 and files(uri) == before
     opened(uri, clock).close()
     assert clock.now == waited
 
@@ -528,7 +521,7 @@ def test_a_dead_drivers_lease_can_be_waited_for_and_nothing_is_touched(
 def test_a_lease_is_renewed(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     renewed = threading.Event()
     put = storage.put
-    monkeypatch.setattr(ledger, "RENEW_S", 0.01)
+    monkeypatch.setattr(lease, "RENEW_S", 0.01)
 
     def seen(uri: str, data: bytes) -> None:
         put(uri, data)
@@ -544,7 +537,7 @@ def test_a_lease_is_renewed(tmp_path: Path, clock: Clock, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("where", ["before the part", "before the record"])
 @pytest.mark.parametrize("grouping", ["same parts", "other parts"])
-def test_a_driver_that_wakes_up_after_another_has_finished(
+def test_a_driver_suspended_until_another_has_finished_changes_nothing(
     folder: str, clock: Clock, where: str, grouping: str
 ) -> None:
     a = opened(folder, clock)
@@ -553,7 +546,7 @@ def test_a_driver_that_wakes_up_after_another_has_finished(
     put = storage.put_if_absent
 
     def everything_by_b(uri: str, data: bytes) -> bool:
-        """Stands for a pause of A at this point, right after it saw that its lease holds."""
+        """A is suspended here, right after it checked its lease."""
         if ("/part-" in uri) != (where == "before the part"):
             return put(uri, data)
         patch.undo()
@@ -570,8 +563,9 @@ def test_a_driver_that_wakes_up_after_another_has_finished(
         else:
             with pytest.raises(LeaseLost):
                 a.flush()
+    a.add(row(9))
     with pytest.raises(LeaseLost):
-        a.add(row(9)) or a.flush()
+        a.flush()
     table = pipeline.read(folder)
     assert ids(table) == [0, 1, 2, 3]
     assert set(table["text"].to_pylist()) == {"by b"}
@@ -581,7 +575,7 @@ def test_a_driver_that_wakes_up_after_another_has_finished(
         assert plain(folder) == [0, 1, 2, 3]
 
 
-def test_a_driver_paused_after_its_part_finds_the_output_taken(folder: str, clock: Clock) -> None:
+def test_a_driver_suspended_after_its_part_loses_its_lease(folder: str, clock: Clock) -> None:
     a = opened(folder, clock)
     a.add(row(1, text="by a"))
     put = storage.put_if_absent
@@ -603,8 +597,8 @@ def test_a_driver_paused_after_its_part_finds_the_output_taken(folder: str, cloc
     assert pipeline.read(folder)["text"].to_pylist() == ["by b"]
 
 
-def test_a_late_record_does_not_stop_the_driver_in_charge(tmp_path: Path, clock: Clock) -> None:
-    """B finds, where its own files belong, what A placed after B had cleaned up."""
+def test_late_files_of_an_older_driver_are_replaced(tmp_path: Path, clock: Clock) -> None:
+    """A writes files of the same names after B has removed leftovers."""
     uri = str(tmp_path)
     a = opened(uri, clock)
     a.add(row(1, text="by a"))
@@ -626,26 +620,26 @@ def test_a_late_record_does_not_stop_the_driver_in_charge(tmp_path: Path, clock:
 def test_readers_are_exact_while_rows_are_replaced(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replacement that happens between a reader's looks at the ledger and at the parts."""
+    """A replacement happens after a reader has listed the ledger and before it reads parts."""
     uri = str(tmp_path)
     with opened(uri, clock) as output:
         output.add(row(1, "error"))
-    names = ledger.record_names
+    record_names = OutputFolder.record_names
     retry = opened(uri, clock, retry_failed=True)
     retry.add(row(1))
 
-    def meanwhile(output: str) -> list[str]:
-        found = names(output)
+    def names_before_the_replacement(output: OutputFolder) -> list[str]:
+        names = record_names(output)
         monkeypatch.undo()
         retry.flush()
-        return found
+        return names
 
-    monkeypatch.setattr(ledger, "record_names", meanwhile)
+    monkeypatch.setattr(OutputFolder, "record_names", names_before_the_replacement)
     assert pipeline.read(uri)["status"].to_pylist() == ["success"]
     retry.close()
 
 
-# --- everything together
+# --- any sequence of steps
 
 STEPS = st.lists(
     st.one_of(
@@ -662,18 +656,19 @@ STEPS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(STEPS, st.integers(1, 4))
-def test_whatever_happens_every_row_is_there_once(
+def test_after_any_sequence_of_steps_every_row_is_there_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Any, ...]], rows_per_part: int
 ) -> None:
-    """Rows are added, committed, retried; drivers die between any two writes. The model: `kept` are
-    the rows that were committed, each with the last status it was committed with; what was only
-    added may be there or not."""
+    """Rows are added, committed and retried; drivers end between any two writes.
+
+    The model: `kept` are the committed rows, each with its last committed status. Rows that were
+    only added may be there or not."""
     uri = str(tmp_path_factory.mktemp("out") / "o")
     clock = Clock()
     output = opened(uri, clock, rows_per_part=rows_per_part)
     added: dict[int, str] = {}
 
-    def reopen(**options: bool) -> Output:
+    def reopen(**options: bool) -> OutputWriter:
         return opened(uri, clock, rows_per_part=rows_per_part, **options)
 
     def committed() -> dict[int, str]:

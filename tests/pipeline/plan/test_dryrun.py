@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.plan.dryrun import Outlook, name_of, report, seconds, table
+from pipeline.plan.dryrun import PlanningInputs, describe_draft, predicted_seconds, report
+from pipeline.plan.history import History
+from pipeline.plan.plan_table import table
 from pipeline.plan.settings import WaveConfig
-from pipeline.plan.waves import History, plan
+from pipeline.plan.waves import plan
 from pipeline.records import (
     FailedRequest,
     FramePlan,
@@ -62,10 +64,12 @@ def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> P
 
 
 def test_a_video_is_seen_and_prefilled_once() -> None:
-    profile = replace(PROFILE, vision_s_per_token=1e-3, prefill=PrefillLatency(0.5, 1e-3, 0.0))
-    once = seconds(plan([request(0, 0)], profile, History(), 9, True, WaveConfig()), profile)
+    profile = replace(PROFILE, vision=1e-3, prefill=(0.5, 1e-3, 0.0))
+    once = predicted_seconds(
+        plan([request(0, 0)], profile, History(), 9, True, WaveConfig()), profile
+    )
     assert once["vision"] == pytest.approx(30.0) and once["prefill"] == pytest.approx(0.5 + 30.1)
-    twice = seconds(
+    twice = predicted_seconds(
         plan([request(0, 0), request(1, 0)], profile, History(), 9, True, WaveConfig()), profile
     )
     assert twice["vision"] == pytest.approx(30.0) and twice["prefill"] == pytest.approx(
@@ -83,7 +87,7 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
     lost = FailedRequest(
         PendingRequest("x", InputRow("v", "?")), RequestError("context_too_long", "it is too long")
     )
-    figures = report(found, [lost], Outlook(PROFILE, WaveConfig(), 2.0))
+    figures = report(found, [lost], PlanningInputs(PROFILE, WaveConfig(), 2.0))
     assert figures["requests"] == 301 and figures["failures"] == {"context_too_long": 1}
     assert set(figures["buckets"]) == {"32768", "1024"}
     for bucket in figures["buckets"].values():
@@ -118,4 +122,4 @@ def test_drafts_are_named_by_what_is_cheaper_of_them() -> None:
         Draft("full", depth=0.5, weights="int8"): "full int8 depth 0.5 γ5",
         Draft("specvlm", keep=0.3, model="small"): "specvlm 0.3 by small γ5",
     }
-    assert {draft: name_of(draft) for draft in names} == names
+    assert {draft: describe_draft(draft) for draft in names} == names

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.plan.choose import choose
-from pipeline.plan.history import History, kind_of
+from pipeline.plan.choose import DraftPlanner
+from pipeline.plan.history import History, prompt_kind
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import (
     DraftOption,
@@ -16,22 +16,9 @@ from pipeline.records import (
     VideoInfo,
     Wave,
 )
-from std_core.cost_model.acceptance import (
-    AcceptanceCounts,
-    AcceptanceCurve,
-    count_accepted_rejected,
-    fit_acceptance_curve,
-)
-from std_core.cost_model.model_size import ModelSize
-from std_core.cost_model.profile import (
-    CalibratedDraft,
-    Device,
-    DraftSetupLatency,
-    LatencyModel,
-    PrefillLatency,
-    Profile,
-)
-from std_core.types import MIN_DRAFTED_ROUNDS, Draft, Result
+from std_core.cost_model.account import AcceptanceCurve, ModelSize, chances, count_accepted_rejected
+from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
+from std_core.types import ROUNDS, Draft, Result
 
 DRAFT = Draft("std", gamma=4)
 INFO = VideoInfo(
@@ -84,7 +71,8 @@ def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Resul
 
 def test_prompts_that_ask_are_questions() -> None:
     assert (
-        kind_of("How many? ") == "question" and kind_of("What you see: describe it.") == "caption"
+        prompt_kind("How many? ") == "question"
+        and prompt_kind("What you see: describe it.") == "caption"
     )
 
 
@@ -110,28 +98,26 @@ def test_chances_are_of_each_place_in_a_round() -> None:
 def test_waves_are_remembered_by_their_median() -> None:
     history = History()
     for full in (1, 9, 2):
-        history = history.observed(wave(DRAFT, "Describe."), [result(0, (4, 0, 0, 0, full))])
-    seen = history.chances(DRAFT, "caption")
+        history = history.with_results(wave(DRAFT, "Describe."), [result(0, (4, 0, 0, 0, full))])
+    seen = history.acceptance(DRAFT, "caption")
     assert seen is not None and seen.at(0) == pytest.approx((2 + 0.5) / (2 + 4 + 1))
-    assert history.chances(Draft("std", gamma=9), "caption") == seen
+    assert history.acceptance(Draft("std", gamma=9), "caption") == seen
     assert (
-        history.chances(DRAFT, "question") is None
-        and history.chances(Draft("random"), "caption") is None
+        history.acceptance(DRAFT, "question") is None
+        and history.acceptance(Draft("random"), "caption") is None
     )
     assert history.length("caption") == 1 + 6 + 8
-    assert history.speed(DRAFT) == pytest.approx(1 / 0.6)  # 6 rounds of 0.1 s took 1 s
-    assert history.speed(None) == history.speed(DRAFT)  # for want of its own
+    assert history.time_ratio(DRAFT) == pytest.approx(1 / 0.6)  # 6 rounds of 0.1 s took 1 s
+    assert history.time_ratio(None) == history.time_ratio(DRAFT)  # for want of its own
 
 
 def test_too_few_rounds_and_errors_say_nothing() -> None:
-    few = History().observed(
-        wave(DRAFT, "Describe."), [result(0, (MIN_DRAFTED_ROUNDS - 1, 0, 0, 0, 0))]
-    )
-    assert few.chances(DRAFT, "caption") is None and few.speed(DRAFT) == 1
+    few = History().with_results(wave(DRAFT, "Describe."), [result(0, (ROUNDS - 1, 0, 0, 0, 0))])
+    assert few.acceptance(DRAFT, "caption") is None and few.time_ratio(DRAFT) == 1
     failed = Result(
         "0", token_ids=[], text="", finish_reason="error", error=RequestError("nan_logits", "x")
     )
-    assert History().observed(wave(DRAFT, "Describe."), [failed]) == History()
+    assert History().with_results(wave(DRAFT, "Describe."), [failed]) == History()
 
 
 def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
@@ -140,7 +126,7 @@ def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
     some = replace(wave(DRAFT, "Describe."), options=(way,))
     for rounds, drafted in ((10, 40), (10, 0), (10, 17), (3, 30)):
         took = 2 * (rounds * 0.02 + drafted * 0.005)
-        seen = History().observed(
+        seen = History().with_results(
             some,
             [
                 Result(
@@ -154,27 +140,27 @@ def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
                 )
             ],
         )
-        assert seen.speed(DRAFT) == pytest.approx(2)
+        assert seen.time_ratio(DRAFT) == pytest.approx(2)
 
 
 def test_dense_rounds_of_a_wave_that_drafts_say_nothing_of_its_acceptance() -> None:
     dense = Result("0", token_ids=[7] * 40, text="", finish_reason="stop", rounds=40, decode_s=1.0)
-    seen = History().observed(wave(DRAFT, "Describe."), [dense])
-    assert seen.chances(DRAFT, "caption") is None and seen.length("caption") == 40
+    seen = History().with_results(wave(DRAFT, "Describe."), [dense])
+    assert seen.acceptance(DRAFT, "caption") is None and seen.length("caption") == 40
     some = replace(
         dense, drafted=8, accepted=3, accept_counts=(37, 3), reject_counts=(3, 0)
     )  # 34 of them were dense
-    assert History().observed(wave(DRAFT, "Describe."), [some]).chances(
+    assert History().with_results(wave(DRAFT, "Describe."), [some]).acceptance(
         DRAFT, "caption"
     ) == AcceptanceCurve((0.5,))
 
 
 def test_kinds_are_told_apart_in_one_wave() -> None:
-    history = History().observed(
+    history = History().with_results(
         wave(DRAFT, "Describe.", "Why?"), [result(0, (5, 0, 0, 0, 0)), result(1, (0, 0, 0, 0, 5))]
     )
-    low = history.chances(DRAFT, "caption")
-    high = history.chances(DRAFT, "question")
+    low = history.acceptance(DRAFT, "caption")
+    high = history.acceptance(DRAFT, "question")
     assert low is not None and high is not None and low.at(0) < 0.2 < 0.9 < high.at(0)
 
 
@@ -189,24 +175,21 @@ def test_what_was_seen_changes_the_choice() -> None:
         vocabulary=128256,
         parameters=8_030_000_000,
     )
-    tried = CalibratedDraft(
-        DRAFT,
-        LatencyModel(),
-        DraftSetupLatency(),
-        (AcceptanceCounts(1000, "caption", (95,), (5,)),),
+    calibrated = CalibratedDraft(
+        DRAFT, Cost(), (0.0, 0.0), (Accepted(1000, "caption", (95,), (5,)),)
     )
     device = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
     profile = Profile(
         device,
         model="m",
         dtype="bfloat16",
-        model_size=model_size,
-        latency=LatencyModel(),
-        prefill=PrefillLatency(0.0, 0.0, 0.0),
-        vision_s_per_token=0.0,
-        drafts=(tried,),
+        account=account,
+        full=Cost(),
+        prefill=(0.0, 0.0, 0.0),
+        vision=0.0,
+        drafts=(calibrated,),
     )
-    setting = WaveConfig()
+    config = WaveConfig()
     plan = FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=60_000)
     infos = [replace(INFO, uri=str(i)) for i in range(8)]
     some = WaveSummary.of(
@@ -220,17 +203,19 @@ def test_what_was_seen_changes_the_choice() -> None:
             )
             for i in infos
         ],
-        setting,
+        config,
     )
-    before = choose(some, profile, History(), setting, 0)[0]
+    before = DraftPlanner(profile, History(), config).options(some, 0)[0]
     assert before.draft is not None and before.draft.gamma > 3
-    seen = History().observed(wave(DRAFT, "Describe."), [result(0, (90, 60, 0, 0, 0))])
-    assert choose(some, profile, seen, setting, 0)[0].draft is None
+    seen = History().with_results(wave(DRAFT, "Describe."), [result(0, (90, 60, 0, 0, 0))])
+    assert DraftPlanner(profile, seen, config).options(some, 0)[0].draft is None
     dense = wave(None, "Describe.")
-    slow = History().observed(wave(DRAFT, "Describe."), [result(0, (0, 0, 0, 0, 9), decode_s=9)])
-    slow = slow.observed(dense, [result(0, (9,), decode_s=0.9)])
-    assert choose(some, profile, slow, setting, 0)[0].draft is None
-    both = History().observed(dense, [result(0, (127,), decode_s=127)])  # as long as is usual
-    assert choose(some, profile, both, setting, 0)[0].speedup == pytest.approx(
+    slow = History().with_results(
+        wave(DRAFT, "Describe."), [result(0, (0, 0, 0, 0, 9), decode_s=9)]
+    )
+    slow = slow.with_results(dense, [result(0, (9,), decode_s=0.9)])
+    assert DraftPlanner(profile, slow, config).options(some, 0)[0].draft is None
+    both = History().with_results(dense, [result(0, (127,), decode_s=127)])  # as long as is usual
+    assert DraftPlanner(profile, both, config).options(some, 0)[0].speedup == pytest.approx(
         before.speedup, rel=0.01
     )

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.plan import pool as pool_module
-from pipeline.plan.pool import Pool, fitting
+from pipeline.plan.capacity import Capacity
+from pipeline.plan.pool import RequestPool, split_by_capacity
 from pipeline.plan.settings import WaveConfig
 from pipeline.records import (
     FailedRequest,
@@ -126,20 +127,18 @@ class Made:
 class Seen:
     """A pool, and what it handed on."""
 
-    def __init__(self, made: Made, setting: WaveConfig | None = None):
+    def __init__(self, made: Made, config: WaveConfig | None = None):
         self.made = made
-        self.failed = []
-        self.waves = []
         self.failed: list[FailedRequest] = []
         self.waves: list[Wave] = []
         profile_on: Any = lambda device: replace(PROFILE, device=device)
-        self.pool = Pool(
+        self.pool = RequestPool(
             made,
-            failed=self.failed.append,
-            handed=self.waves.append,
+            on_failed=self.failed.append,
+            on_wave=self.waves.append,
             profile_on=profile_on,
-            setting=setting or WaveConfig(4),
-        )  # type: ignore[arg-type]
+            config=config or WaveConfig(4),
+        )
         self.pool.begin(GPU, 2)
 
     def names(self) -> Counter[str]:
@@ -200,13 +199,13 @@ def test_few_requests_wait_for_more_of_their_kind_unless_somebody_is_hungry() ->
 
 
 def test_a_full_pool_hands_out_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "POOL", 8)
+    monkeypatch.setattr(pool_module, "MAX_REQUESTS", 8)
     made = Made([[request(i, 100 * 2**i) for i in range(8)], [request(9)]], ready=1)
     assert Seen(made).pool.take(engine_idle=False) is not None
 
 
 def test_no_more_frames_are_pooled_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "FRAMES", 20)
+    monkeypatch.setattr(pool_module, "MAX_FRAMES", 20)
     made = Made([[request(i, frames=8)] for i in range(30)])
     seen = Seen(made)
     wave = seen.pool.take(engine_idle=False)
@@ -227,11 +226,13 @@ def test_where_nothing_fits_it_is_said_what_would_help() -> None:
     assert seen.pool.take(engine_idle=True) is None
     made.ready = 1
     with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
-        seen.pool.take(engine_idle=True)
+        seen.pool.take(hungry=True)
+    capacity = Capacity(PROFILE, WaveConfig(4))
     with pytest.raises(UsageError, match="would help"):
-        list(fitting([request(0, HUGE)], PROFILE, WaveConfig(4)))
-    found = list(fitting([request(0, HUGE), request(1)], PROFILE, WaveConfig(4)))
-    assert [type(one) for one in found] == [FailedRequest, PlannedRequest]
+        split_by_capacity([request(0, HUGE)], capacity)
+    fitting, failed = split_by_capacity([request(0, HUGE), request(1)], capacity)
+    assert [r.request_id for r in fitting] == ["1"]
+    assert [f.request_id for f in failed] == ["0"]
 
 
 def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
@@ -267,6 +268,6 @@ def test_after_a_full_memory_waves_have_fewer_slots() -> None:
 
 def test_nothing_runs_where_everything_has_failed_before() -> None:
     seen = Seen(Made([[failure(0)], [failure(1)]]))
-    while seen.pool.waiting():
+    while seen.pool.poll():
         pass
     assert seen.pool.empty and seen.pool.closed and len(seen.failed) == 2

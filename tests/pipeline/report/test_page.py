@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.output.folder import OutputFolder
 from pipeline.output.writer import open_output
 from pipeline.records import UsageError
 from pipeline.report.page import render_page, write_report
@@ -171,7 +172,7 @@ def test_dense_rows_alone_have_no_plot_of_acceptance() -> None:
 
 def test_writing_a_page_changes_nothing_else_in_the_output(folder: str) -> None:
     rows = [row(n) for n in range(3)] + [failed(3, "not_found")]
-    with open_output(folder, pa.schema([])) as output:
+    with open_output(OutputFolder(folder), pa.schema([])) as output:
         for one in rows:
             output.add(one)
         output.flush()
@@ -187,7 +188,7 @@ def test_writing_a_page_changes_nothing_else_in_the_output(folder: str) -> None:
     before = list_names(folder)
     write_report(folder)
     assert list_names(folder) == before
-    with open_output(folder, pa.schema([])) as output:
+    with open_output(OutputFolder(folder), pa.schema([])) as output:
         assert len(output.done) == 4
 
 
@@ -197,7 +198,7 @@ def test_only_the_latest_job_is_shown(tmp_path: Path) -> None:
         row(n, created_at=datetime.fromtimestamp(START + 90_000 + n, timezone.utc))
         for n in range(5, 7)
     ]
-    with open_output(str(tmp_path), pa.schema([])) as output:
+    with open_output(OutputFolder(str(tmp_path)), pa.schema([])) as output:
         for one in old + new:
             output.add(one)
     for start_time in (START, START + 89_995):
@@ -212,7 +213,7 @@ def test_only_the_latest_job_is_shown(tmp_path: Path) -> None:
 
 
 def test_an_empty_output_has_a_page(tmp_path: Path) -> None:
-    with open_output(str(tmp_path), pa.schema([])):
+    with open_output(OutputFolder(str(tmp_path)), pa.schema([])):
         pass
     _, data = write_report(str(tmp_path))
     assert data.num_rows == 0

@@ -226,7 +226,9 @@ def test_waves_hold_windows_in_order() -> None:
     requests = [
         planned(info, (k * 10.0, k * 10.0 + 10), f"{k}{p}", 10 + k) for p in "ab" for k in range(3)
     ]
-    [wave] = waves.cut((*requests, planned(video(uri="/w.mp4"), None, "w", 11)), lambda _: 8)
+    [wave] = waves.split_into_waves(
+        (*requests, planned(video(uri="/w.mp4"), None, "w", 11)), lambda _: 8
+    )
     assert [r.request_id for r in wave] == ["0a", "0b", "1a", "1b", "2a", "2b", "w"]
 
 

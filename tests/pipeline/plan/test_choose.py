@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipeline.plan.choose import (
+    ACCEPTANCE_CLASSES,
+    EXPLORATION_INTERVAL,
+    GAMMAS,
+    MIN_SPEEDUP,
+    DraftPlanner,
+)
+from pipeline.plan.history import History
+from pipeline.plan.latency import LatencyModel
+from pipeline.plan.settings import WaveConfig, WaveSummary
+from pipeline.records import DraftOption
+from std_core.cost_model.account import ModelSize, tokens_per_round
+from std_core.cost_model.memory import LongestRequest
+from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
+from std_core.types import Draft
+
+LLAMA = ModelSize(
+    32,
+    hidden=4096,
+    intermediate=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocabulary=128256,
+    parameters=8_030_000_000,
+)
+A100 = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
+FLAT = Cost(1.0, 1e-3)
+GOOD = (Accepted(4096, "caption", (90,), (10,)),)
+STD = CalibratedDraft(Draft("std"), FLAT, (0.0, 0.0), GOOD)
+INT4 = CalibratedDraft(Draft("std", weights="int4"), FLAT, (0.0, 0.0), GOOD)
+BAD = CalibratedDraft(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (1,), (99,)),))
+PROFILE = Profile(
+    A100,
+    model="m",
+    dtype="bfloat16",
+    account=LLAMA,
+    full=FLAT,
+    prefill=(0.0, 1e-4, 0.0),
+    vision=1e-5,
+    drafts=(STD, INT4, BAD),
+)
+
+
+def wave_of(contexts: list[int], config: WaveConfig, videos: int | None = None) -> WaveSummary:
+    """Captions of videos whose tokens are all visual."""
+    mean = sum(contexts) / len(contexts)
+    longest = LongestRequest(
+        max(contexts),
+        visual=max(contexts),
+        written=config.max_tokens,
+        chunk=config.prefill_chunk,
+        strict=config.strict,
+        draws=config.sampling_mode,
+    )
+    return WaveSummary(
+        len(contexts),
+        context=mean,
+        visual=mean,
+        videos=videos or len(contexts),
+        longest=longest,
+        kinds=(("caption", len(contexts)),),
+    )
+
+
+def options_of(
+    contexts: list[int], config: WaveConfig, profile: Profile = PROFILE, wave_index: int = 0
+) -> tuple[DraftOption, ...]:
+    wave = wave_of(contexts, config)
+    return DraftPlanner(profile, History(), config).options(wave, wave_index)
+
+
+def chosen_draft(
+    contexts: list[int], config: WaveConfig, profile: Profile = PROFILE
+) -> DraftOption:
+    """The chosen option, which drafts with a γ schedule."""
+    chosen = options_of(contexts, config, profile)[0]
+    assert chosen.draft is not None and chosen.pace is not None
+    return chosen
+
+
+# --- which draft ----------------------------------------------------------------------------------
+
+
+def test_a_draft_that_keeps_another_share_takes_the_calibration_of_its_family() -> None:
+    config = WaveConfig(draft=Draft("std", keep=0.5, gamma=3))
+    chosen = options_of([4000] * 8, config)[0]
+    assert chosen.draft == config.draft and chosen.acceptance == pytest.approx(90.5 / 101)
+
+
+def test_a_draft_is_chosen_only_for_a_speedup() -> None:
+    std_only = replace(PROFILE, drafts=(STD,))
+    short = options_of([200] * 8, WaveConfig(), std_only)
+    assert short[0].draft is None
+    assert all(option.speedup < MIN_SPEEDUP for option in short[1:])
+    long = options_of([60_000] * 8, WaveConfig(), std_only)[0]
+    assert long.draft is not None
+    assert MIN_SPEEDUP <= long.speedup <= long.speedup_bound + 0.05
+    single = options_of([2000], WaveConfig())[0]  # at B = 1, cheap weights pay
+    assert single.draft is not None and single.draft.weights == "int4"
+
+
+def test_setup_time_counts_against_short_texts() -> None:
+    slow_setup = replace(PROFILE, drafts=(replace(STD, once=(0.05, 0.0)),))
+    contexts = [60_000] * 8
+    assert options_of(contexts, WaveConfig(max_tokens=128), slow_setup)[0].draft is not None
+    assert options_of(contexts, WaveConfig(max_tokens=4), slow_setup)[0].draft is None
+
+
+def test_a_shared_prefix_is_read_once_and_leaves_less_to_save() -> None:
+    config = WaveConfig()
+    planner = DraftPlanner(PROFILE, History(), config)
+    own, shared = (
+        planner.options(wave_of([30_000] * 8, config, videos), 0)[0].speedup for videos in (8, 1)
+    )
+    assert shared < own
+
+
+accounts = st.builds(
+    ModelSize,
+    layers=st.integers(12, 80),
+    hidden=st.sampled_from([2048, 4096, 8192]),
+    intermediate=st.sampled_from([8192, 14336, 28672]),
+    heads=st.just(32),
+    kv_heads=st.sampled_from([2, 4, 8]),
+    head_dim=st.sampled_from([64, 128]),
+    vocabulary=st.just(128_000),
+)
+
+
+@settings(deadline=None)
+@given(
+    accounts,
+    st.integers(1, 8),
+    st.floats(0.3, 0.95),
+    st.floats(0.1, 0.6),
+    st.floats(0, 2e-3),
+    st.floats(0, 2e-3),
+    st.sampled_from([0.3e12, 2e12, 4.8e12]),
+)
+def test_the_choice_flips_at_the_latency_crossover(
+    account: ModelSize,
+    rows: int,
+    union: float,
+    keep: float,
+    c_p: float,
+    c_kv: float,
+    bandwidth: float,
+) -> None:
+    """n_lat = n*_B − (c_P − c_KV)/s (Crossover §4.3), for drafts of equal acceptance."""
+    sparse = Draft("full", channels=0.3)
+    kept = Draft("std", keep=keep)
+    profile = replace(
+        PROFILE,
+        device=replace(A100, bandwidth=bandwidth, memory=1e15),
+        account=account,
+        full=Cost(),
+        drafts=(
+            CalibratedDraft(sparse, Cost(1.0, c_p), (0, 0), GOOD),
+            CalibratedDraft(kept, Cost(1.0, c_kv), (0, 0), GOOD),
+        ),
+        union=((0.3, rows, union),),
+    )
+    s = rows * account.entry_bytes * (1 - keep) / bandwidth  # s per token of context
+    crossing = account.crossover(keep, union, rows) - (c_p - c_kv) / s
+    assume(crossing > 200)
+    for context, expected in (
+        (round(crossing * 0.99) - 2, sparse),
+        (round(crossing * 1.01) + 2, kept),
+    ):
+        options = DraftPlanner(profile, History(), WaveConfig(rows)).options(
+            wave_of([context] * rows, WaveConfig(rows)), 0
+        )
+        best = next(
+            c for c in sorted(options, key=lambda c: c.seconds_per_request) if c.draft is not None
+        )
+        assert best.draft is not None and best.draft.policy == expected.policy
+
+
+def test_one_wave_in_fifty_takes_a_rejected_draft_each_in_rotation() -> None:
+    usual, *others = options_of([60_000] * 8, WaveConfig())
+    drafts = [
+        options_of([60_000] * 8, WaveConfig(), wave_index=index)[0].draft
+        for index in range(2 * EXPLORATION_INTERVAL)
+    ]
+    explored = [draft for draft in drafts if draft != usual.draft]
+    assert len(explored) == 2 and explored[0] != explored[1]
+    assert set(explored) <= {option.draft for option in others}
+
+
+def test_strict_bounds_gamma_and_pads_every_verification() -> None:
+    options = options_of([60_000] * 8, WaveConfig(strict=4))
+    assert all(option.draft is None or option.draft.gamma < 4 for option in options)
+    per_token = replace(PROFILE, full=Cost(1.0, 0, token=1.0))
+    one, four = (
+        options_of([100], WaveConfig(draft=None, strict=strict), per_token)[0] for strict in (0, 4)
+    )
+    assert four.row_round_s == pytest.approx(one.row_round_s + 3.0)
+
+
+# --- γ within a wave ------------------------------------------------------------------------------
+
+
+costs = st.builds(
+    Cost, st.floats(0.5, 2), st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-9)
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(100, 60_000), min_size=1, max_size=12),
+    st.integers(1, 8),
+    st.sampled_from([0, 4, 13]),
+    costs,
+    costs,
+    st.floats(0.2, 2),
+    st.floats(0.2, 2),
+)
+def test_every_gamma_of_a_schedule_is_the_fastest(
+    contexts: list[int],
+    slots: int,
+    strict: int,
+    full: Cost,
+    cheap: Cost,
+    slow_dense: float,
+    slow_draft: float,
+) -> None:
+    """For each number of rows and acceptance, by the seconds of a token of one row."""
+    config = WaveConfig(slots, strict=strict)
+    calibrated = replace(INT4, cost=cheap)
+    profile = replace(PROFILE, full=full, drafts=(calibrated,))
+    time_ratios: dict[tuple[object, ...], tuple[float, ...]] = {
+        (None,): (slow_dense,),
+        (replace(calibrated.draft, gamma=1),): (slow_draft,),
+    }
+    wave = wave_of(contexts, config)
+    chosen = DraftPlanner(profile, History(time_ratios=time_ratios), config).options(wave, 0)[0]
+    assume(chosen.draft is not None)
+    assert chosen.draft is not None and chosen.pace is not None
+    assert len(chosen.pace.gammas) == chosen.slots
+    drafts = {
+        gamma: replace(calibrated, draft=replace(calibrated.draft, gamma=gamma))
+        for gamma in GAMMAS
+        if not strict or gamma < strict
+    }
+
+    def latency(rows: int) -> LatencyModel:
+        generated = 64.0  # half of a usual caption's 128 tokens
+        return LatencyModel(profile, wave, rows=rows, generated=generated, min_verify_width=strict)
+
+    mean_rows = latency(min(chosen.slots, len(contexts)))
+    for gamma, draft in drafts.items():  # predicted from the chosen option's γ and times
+        predicted = chosen.row_round_s + (gamma - chosen.draft.gamma) * chosen.row_draft_token_s
+        assert predicted == pytest.approx(mean_rows.round(draft).seconds / mean_rows.rows)
+    for rows, found in enumerate(chosen.pace.gammas, 1):
+        seconds = {0: latency(rows).round(None).seconds * slow_dense}
+        for gamma, draft in drafts.items():
+            seconds[gamma] = latency(rows).round(draft).seconds * slow_draft
+        assert len(found) == ACCEPTANCE_CLASSES
+        for index, gamma in enumerate(found):
+            acceptance = (index + 0.5) / ACCEPTANCE_CLASSES
+            per_token = {g: s / tokens_per_round(acceptance, g) for g, s in seconds.items()}
+            assert per_token[gamma] <= min(per_token.values()) * (1 + 1e-9)
+
+
+def test_gamma_grows_with_acceptance_and_shrinks_as_rows_share_the_weights() -> None:
+    int4 = replace(INT4, draft=Draft("full", weights="int4"))
+    chosen = chosen_draft([20_000], WaveConfig(), replace(PROFILE, drafts=(int4,)))
+    assert chosen.pace is not None
+    one_row, *_, all_rows = chosen.pace.gammas
+    assert one_row[0] == 0 < one_row[-1] == chosen.pace.most
+    for by_acceptance in chosen.pace.gammas:
+        assert list(by_acceptance) == sorted(by_acceptance)
+    assert sum(one_row) > sum(all_rows)
+    assert chosen.pace.expected == pytest.approx(chosen.acceptance)
+
+
+def test_an_explored_draft_never_decodes_densely() -> None:
+    usual, explored = (
+        options_of([60_000] * 8, WaveConfig(), wave_index=index)[0].pace
+        for index in (0, 2 * EXPLORATION_INTERVAL - 1)
+    )
+    assert usual is not None and usual.least == 0
+    assert explored is not None and explored.least > 0
+
+
+def test_a_second_model_drafts_in_every_round() -> None:
+    small = replace(LLAMA, layers=2, parameters=10**9)
+    pair = CalibratedDraft(
+        Draft("specvlm", model="small"),
+        cost=Cost(1.0, 1e-4),
+        once=(0.0, 0.0),
+        acceptance=GOOD,
+        pair=small,
+    )
+    chosen = chosen_draft([60_000] * 8, WaveConfig(), replace(PROFILE, drafts=(pair,)))
+    assert chosen.pace is not None and chosen.pace.least == 1

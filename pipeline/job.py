@@ -114,9 +114,9 @@ def plan_job(job: Job, default_prompt: str) -> int:
     plan."""
     from pipeline.intake.survey_process import BlockingSurvey  # needs PyTorch
 
-    survey = Survey(job, prompts_of(job, default_prompt))
+    survey = BlockingSurvey(job, prompts_of(job, default_prompt))
     inputs = planning_inputs(job, survey.facts)
-    requests = [request for batch in survey.found() for request in batch]
+    requests = [request for batch in survey.plan_requests() for request in batch]
     failed = [request for request in requests if isinstance(request, FailedRequest)]
     planned, too_large = split_by_capacity(
         [request for request in requests if isinstance(request, PlannedRequest)],
@@ -133,7 +133,7 @@ def planning_inputs(job: Job, facts: JobFacts) -> PlanningInputs:
     """The device profile and the wave configuration of a job. Raises UsageError for a profile that
     cannot be read or belongs to another model, precision or device."""
     profile = profile_for(
-        job.profile, facts.revision, job.dtype, size=facts.account, device=facts.device
+        job.profile, facts.revision, job.dtype, facts.model_size, device=facts.device
     )
     draft = draft_of(job)
     if (
@@ -146,7 +146,7 @@ def planning_inputs(job: Job, facts: JobFacts) -> PlanningInputs:
         logger.warning(
             "--mode sparse: nothing shows that its texts hold what is asked for: %s", why
         )
-    return PlanningInputs(profile, wave_config_of(job, draft, facts.draws), job.price_per_hour)
+    return PlanningInputs(profile, wave_config_of(job, draft, facts.do_sample), job.price_per_hour)
 
 
 def _waves(planned: Sequence[PlannedRequest], inputs: PlanningInputs) -> tuple[Wave, ...]:
@@ -182,7 +182,7 @@ def run_job(
         wait_for_output(output)  # while the survey process loads
         facts = surveyor.facts
         config = planning_inputs(job, facts).config  # a wrong profile is refused here
-        profile_on = partial(profile_for, job.profile, facts.revision, job.dtype, facts.account)
+        profile_on = partial(profile_for, job.profile, facts.revision, job.dtype, facts.model_size)
         options: dict[str, Any] = {
             "retry_failed": job.retry_failed,
             "rows_per_part": job.rows_per_part,
@@ -192,7 +192,7 @@ def run_job(
             RunMonitor(job.output, rows.run_metadata(job, draft), lambda: writer.new) as monitor,
         ):
             recorder = _Recorder(writer, rows.Provenance(job, facts.revision, draft), monitor)
-            found = monitor.count_requests(surveyor.begin(writer.done, writer.done & writer.failed))
+            found = monitor.count_requests(surveyor.start(writer.done, writer.done & writer.failed))
             pool = RequestPool(
                 found,
                 on_failed=recorder.failed,
@@ -212,17 +212,17 @@ def run_job(
                 decoded = drive(
                     job,
                     pool,
-                    facts.window,
-                    recorder.answered,
-                    monitor,
-                    tick=writer.flush_due,
+                    max_model_len=facts.max_model_len,
+                    on_answer=recorder.answered,
+                    observer=monitor,
+                    on_step=writer.flush_due,
                     **driving,
                 )
             writer.flush()
-            closing = surveyor.closing
-            errors = closing.failed + recorder.errors
+            totals = surveyor.totals
+            errors = totals.failed + recorder.errors
             result = rows.run_summary(
-                closing.requests, errors, writer.totals, time.monotonic() - began, decoded=decoded
+                totals.requests, errors, writer.totals, time.monotonic() - began, decoded=decoded
             )
             writer.write_summary(result)
     return result

@@ -297,12 +297,13 @@ def _ways(
     visual = statistics.fmean(r.num_visual_tokens for r in dense)
     context = visual + statistics.fmean(r.num_prompt_tokens for r in dense)
     longest = LongestRequest(
-        round(context), round(visual), answer.length, draws=config.sampling_mode
+        round(context), round(visual), answer.length, sampling=config.sampling_mode
     )
     wave = WaveSummary(
         count, context=context, visual=visual, videos=count, longest=longest, kinds=((kind, count),)
     )
-    known = replace(profile, lengths=((kind, statistics.fmean(len(r.token_ids) for r in dense)),))
+    length = statistics.fmean(len(result.token_ids) for result in dense)
+    known = replace(profile, text_lengths=(TextLength(kind, length),))
     return DraftPlanner(known, History(), config).options(wave, wave_index=0)
 
 

@@ -21,7 +21,7 @@ from pipeline.intake.requests import (
     plan_in_batches,
     resolve_max_model_len,
 )
-from pipeline.intake.survey import Closing, JobFacts
+from pipeline.intake.survey import InputTotals, JobFacts
 from pipeline.output.ledger import split_fingerprints
 from pipeline.records import (
     ProbedRequest,
@@ -161,7 +161,7 @@ def _survey(connection: Connection) -> None:
     ) as here:
         connection.send(here.facts)
         done, failed = map(split_fingerprints, connection.recv())
-        found = here.begin(set(done), set(failed))
+        found = here.start(set(done), set(failed))
         while not found.closed:
             if batch := found.take(1.0):
                 connection.send(batch)

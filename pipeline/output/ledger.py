@@ -98,7 +98,7 @@ def part_name(fingerprints: Iterable[bytes], commit: str = "") -> str:
 def read_records(output: OutputFolder, names: Iterable[str]) -> dict[str, Record]:
     """Records by name, without those that do not parse or were deleted meanwhile. Raises
     RequestError."""
-    records = storage.each(lambda name: _read_record(output, name), list(names))
+    records = storage.map_concurrently(lambda name: _read_record(output, name), list(names))
     return {record.name: record for record in records if record is not None}
 
 

@@ -53,4 +53,4 @@ def _read_parts(output: OutputFolder, names: Sequence[str]) -> list[pa.Table]:
     def rows(record: Record) -> pa.Table:
         return read_part(output, record, old.get(record.name, set()))
 
-    return storage.each(rows, records)
+    return storage.map_concurrently(rows, records)

@@ -92,7 +92,7 @@ def _request_columns(job: Job, request: PendingRequest, info: VideoInfo | None) 
     columns = {
         **request.input_row.columns,
         "request_id": request.request_id,
-        "video_uri": storage.recorded(request.input_row.video_uri),
+        "video_uri": storage.redact_utf8(request.input_row.video_uri),
         "prompt": request.input_row.prompt,
         "video_start": start or 0.0,
         "video_end": end,

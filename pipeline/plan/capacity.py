@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.plan.settings import WaveConfig, longest_request
 from pipeline.records import PlannedRequest, RequestError
-from std_core.cost_model.account import ModelSize
-from std_core.cost_model.memory import LongestRequest, most_slots, terms, total
+from std_core.cost_model.memory import LongestRequest, max_slots, memory_breakdown, peak_memory
+from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import Profile
 from std_core.types import Draft
 
@@ -20,30 +20,36 @@ class Capacity:
 
     profile: Profile
     config: WaveConfig
+    _slots: dict[tuple[LongestRequest, Draft | None], int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def slots(self, longest: LongestRequest, draft: Draft | None) -> int:
         """Slots, up to the configured number, that fit if all hold such requests; 0 if none."""
-        return most_slots(
-            self.profile.account,
-            longest,
-            USABLE_MEMORY * self.profile.device.memory,
-            self.config.max_num_seqs,
-            draft=draft,
-            pair=self._second_model(draft),
-            kind=self.profile.device.kind,
-        )
+        key = (longest, draft)
+        if key not in self._slots:
+            self._slots[key] = max_slots(
+                self.profile.model_size,
+                longest,
+                USABLE_MEMORY * self.profile.device.memory,
+                self.config.max_num_seqs,
+                draft=draft,
+                second_model=self._second_model(draft),
+                device_kind=self.profile.device.kind,
+            )
+        return self._slots[key]
 
-    def bytes_by_use(
+    def memory_breakdown(
         self, longest: LongestRequest, draft: Draft | None, slots: int
     ) -> dict[str, float]:
-        """Bytes of each term of `std_core.cost_model.memory.terms`."""
-        return terms(
-            self.profile.account,
+        """Bytes by purpose, see `std_core.cost_model.memory.memory_breakdown`."""
+        return memory_breakdown(
+            self.profile.model_size,
             longest,
             slots,
             draft=draft,
-            pair=self._second_model(draft),
-            kind=self.profile.device.kind,
+            second_model=self._second_model(draft),
+            device_kind=self.profile.device.kind,
         )
 
     def slots_for(self, request: PlannedRequest) -> int:
@@ -58,7 +64,7 @@ class Capacity:
 
     def advice(self, request: PlannedRequest) -> str:
         """One sentence: what a request needs, what the device has, which flags would help."""
-        needed = self.bytes_by_use(
+        needed = self.memory_breakdown(
             longest_request(request, self.config), self._mandatory_draft, slots=1
         )
         largest = max(needed, key=lambda name: needed[name])
@@ -71,7 +77,7 @@ class Capacity:
             remedy = "lower fps, max_frames, max_pixels, total_pixels or --max-tokens"
         device = self.profile.device
         return (
-            f"a request of {request.context} tokens needs {total(needed) / 1e9:.1f} GB alone, "
+            f"a request of {request.context} tokens needs {peak_memory(needed) / 1e9:.1f} GB alone, "
             f"{needed[largest] / 1e9:.1f} of them for {largest.replace('_', ' ')}, "
             f"and {device.name} can give {USABLE_MEMORY * device.memory / 1e9:.1f}: "
             f"{remedy} would help"
@@ -91,5 +97,5 @@ class Capacity:
             return None
         for calibrated in self.profile.drafts:
             if calibrated.draft.model == draft.model:
-                return calibrated.pair
+                return calibrated.second_model
         return None

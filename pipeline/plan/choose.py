@@ -9,23 +9,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from pipeline.plan.capacity import Capacity
 from pipeline.plan.history import History, without_gamma
-from pipeline.plan.latency import LatencyModel
+from pipeline.plan.round_time import RoundPredictor
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption
-from std_core.cost_model.account import AcceptanceCurve
-from std_core.cost_model.profile import Accepted, CalibratedDraft, Profile
-from std_core.types import Draft, Pace
+from std_core.cost_model.acceptance import AcceptanceCounts, AcceptanceCurve
+from std_core.cost_model.profile import CalibratedDraft, DraftSetupLatency, Profile
+from std_core.types import Draft, GammaSchedule
 
 MIN_SPEEDUP = 1.05  # predicted; below it a draft is not worth its uncertainty
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
 ACCEPTANCE_CLASSES = 20  # of the first drafted token's acceptance, that a γ schedule distinguishes
 NO_DRAFT = AcceptanceCurve((0.0,))
-UNCALIBRATED = Accepted(2048, "caption", (80,), (20,))  # assumed of a draft nobody has measured
+UNCALIBRATED = AcceptanceCounts(2048, "caption", (80,), (20,))  # assumed without a calibration
 DEFAULT_LENGTHS = {"caption": 128.0, "question": 32.0}  # generated tokens where nothing is known
 EXPLORATION_INTERVAL = 50  # waves, of which one takes a rejected draft
+
+
+class ExpectedRounds(NamedTuple):
+    """Rounds that a wave's texts take, summed over its requests.
+
+    Args:
+        dense_rounds: the same without a draft: one token per round.
+        acceptance: a, mean over the requests.
+    """
+
+    rounds: float
+    dense_rounds: float
+    acceptance: float
 
 
 @dataclass(frozen=True)
@@ -84,9 +98,36 @@ class DraftPlanner:
         slots = self.capacity.slots(wave.longest, draft)
         if not slots:
             return None
-        gamma = 0 if draft is None else draft.gamma
+        expected = self._expected_rounds(calibrated, wave)
+        predictor = self._predictor(wave, rows=min(slots, wave.count))
+        round_ = predictor.round(calibrated)
+        dense_step = predictor.round(None)
+        row_round_s = round_.seconds / predictor.rows
+        decode_s = expected.rounds / wave.count * row_round_s * self.history.time_ratio(draft)
+        round_bytes = expected.rounds * round_.bytes_read
+        setup_s = 0.0 if calibrated is None else calibrated.setup.seconds(wave.context)
+        row_draft_token_s = 0.0
+        if draft is not None:
+            draft_s = round_.seconds - dense_step.seconds
+            row_draft_token_s = draft_s / draft.gamma / predictor.rows
+        return DraftOption(
+            draft,
+            slots,
+            acceptance=expected.acceptance,
+            bytes_per_token=round_bytes / expected.dense_rounds / predictor.rows,
+            speedup_bound=expected.dense_rounds * dense_step.bytes_read / round_bytes,
+            seconds_per_request=decode_s + setup_s,
+            row_round_s=row_round_s,
+            row_draft_token_s=row_draft_token_s,
+            memory=tuple(self.capacity.memory_breakdown(wave.longest, draft, slots).items()),
+        )
+
+    def _expected_rounds(
+        self, calibrated: CalibratedDraft | None, wave: WaveSummary
+    ) -> ExpectedRounds:
+        gamma = 0 if calibrated is None else calibrated.draft.gamma
         curves = self._acceptance_by_kind(calibrated, wave)
-        rounds = 0.0  # of all requests together, as is the next
+        rounds = 0.0
         dense_rounds = 0.0
         acceptance = 0.0
         for kind, count in wave.kinds:
@@ -94,35 +135,14 @@ class DraftPlanner:
             rounds += count * curves[kind].rounds(tokens, gamma)
             dense_rounds += count * NO_DRAFT.rounds(tokens, 0)
             acceptance += count * curves[kind].rate(gamma)
-        latency = self._latency(wave, rows=min(slots, wave.count))
-        round_ = latency.round(calibrated)
-        dense_step = latency.round(None)
-        row_round_s = round_.seconds / latency.rows
-        decode_s = rounds / wave.count * row_round_s * self.history.time_ratio(draft)
-        setup_s = 0.0
-        if calibrated is not None:
-            setup_s = calibrated.once[0] + calibrated.once[1] * wave.context
-        row_draft_token_s = 0.0
-        if gamma:
-            row_draft_token_s = (round_.seconds - dense_step.seconds) / gamma / latency.rows
-        return DraftOption(
-            draft,
-            slots,
-            acceptance=acceptance / wave.count,
-            bytes_per_token=rounds / dense_rounds * round_.bytes_read / latency.rows,
-            speedup_bound=dense_rounds * dense_step.bytes_read / (rounds * round_.bytes_read),
-            seconds_per_request=decode_s + setup_s,
-            row_round_s=row_round_s,
-            row_draft_token_s=row_draft_token_s,
-            memory=tuple(self.capacity.bytes_by_use(wave.longest, draft, slots).items()),
-        )
+        return ExpectedRounds(rounds, dense_rounds, acceptance / wave.count)
 
     def expected_length(self, kind: str) -> float:
         """Tokens generated for a kind of prompt: as seen in this run, else as calibrated, else a
         default; at most `max_tokens`."""
         expected = (
             self.history.length(kind)
-            or dict(self.profile.lengths).get(kind)
+            or dict(self.profile.text_lengths).get(kind)
             or DEFAULT_LENGTHS[kind]
         )
         return min(expected, float(self.config.max_tokens))
@@ -131,10 +151,10 @@ class DraftPlanner:
     def capacity(self) -> Capacity:
         return Capacity(self.profile, self.config)
 
-    def _latency(self, wave: WaveSummary, rows: int) -> LatencyModel:
+    def _predictor(self, wave: WaveSummary, rows: int) -> RoundPredictor:
         """Rounds of a batch whose rows have generated half of their text."""
         generated = sum(count * self.expected_length(kind) for kind, count in wave.kinds)
-        return LatencyModel(
+        return RoundPredictor(
             self.profile,
             wave,
             rows=rows,
@@ -152,7 +172,7 @@ class DraftPlanner:
         exact = [c for c in similar if without_gamma(c.draft) == without_gamma(draft)]
         if matches := exact or similar:
             return replace(matches[0], draft=draft)
-        return CalibratedDraft(draft, self.profile.full, (0.0, 0.0), (UNCALIBRATED,))
+        return CalibratedDraft(draft, self.profile.latency, DraftSetupLatency(), (UNCALIBRATED,))
 
     def _acceptance_by_kind(
         self, calibrated: CalibratedDraft | None, wave: WaveSummary
@@ -162,7 +182,7 @@ class DraftPlanner:
             return {kind: NO_DRAFT for kind, _ in wave.kinds}
         return {
             kind: self.history.acceptance(calibrated.draft, kind)
-            or calibrated.accepts(wave.context, kind, self.config.sampled)
+            or calibrated.acceptance_curve(wave.context, kind, self.config.sampled)
             for kind, _ in wave.kinds
         }
 
@@ -198,11 +218,13 @@ class DraftPlanner:
         self, option: DraftOption, wave: WaveSummary, allow_dense: bool
     ) -> DraftOption:
         """An option whose γ is free in each round, and the memory that the largest γ needs."""
-        option = replace(option, pace=self._gamma_schedule(option, wave, allow_dense))
-        needed = self.capacity.bytes_by_use(wave.longest, option.widest_draft, option.slots)
+        option = replace(option, gamma_schedule=self._gamma_schedule(option, wave, allow_dense))
+        needed = self.capacity.memory_breakdown(wave.longest, option.widest_draft, option.slots)
         return replace(option, memory=tuple(needed.items()))
 
-    def _gamma_schedule(self, option: DraftOption, wave: WaveSummary, allow_dense: bool) -> Pace:
+    def _gamma_schedule(
+        self, option: DraftOption, wave: WaveSummary, allow_dense: bool
+    ) -> GammaSchedule:
         """The fastest γ for each number of rows and each acceptance class.
 
         Args:
@@ -219,25 +241,25 @@ class DraftPlanner:
                 drafts.append(each)
         mean = self._mean_acceptance(calibrated, wave)
         tokens_per_class = [
-            _tokens_by_gamma(mean.moved((index + 0.5) / ACCEPTANCE_CLASSES))
+            _tokens_by_gamma(mean.rescaled((index + 0.5) / ACCEPTANCE_CLASSES))
             for index in range(ACCEPTANCE_CLASSES)
         ]
         gammas = [
             _fastest_gammas(self._seconds_by_gamma(drafts, wave, rows), tokens_per_class)
             for rows in range(1, option.slots + 1)
         ]
-        return Pace(tuple(gammas), mean.at(0))
+        return GammaSchedule(tuple(gammas), mean.at(0))
 
     def _seconds_by_gamma(
         self, drafts: Sequence[CalibratedDraft | None], wave: WaveSummary, rows: int
     ) -> dict[int, float]:
         """γ → seconds of a round of so many rows."""
-        latency = self._latency(wave, rows)
+        predictor = self._predictor(wave, rows)
         found: dict[int, float] = {}
         for calibrated in drafts:
             draft = None if calibrated is None else calibrated.draft
             gamma = 0 if draft is None else draft.gamma
-            found[gamma] = latency.round(calibrated).seconds * self.history.time_ratio(draft)
+            found[gamma] = predictor.round(calibrated).seconds * self.history.time_ratio(draft)
         return found
 
 

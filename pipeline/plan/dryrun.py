@@ -13,7 +13,8 @@ from pipeline.plan.history import History
 from pipeline.plan.profile_file import describe_source
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption, FailedRequest, Wave
-from std_core.cost_model.device_specs import NAMED, published, unmeasured
+from std_core.cost_model.crossover import crossover_context
+from std_core.cost_model.device_specs import QUOTED_DEVICES, estimated_profile, published_device
 from std_core.cost_model.profile import Profile
 from std_core.types import Draft
 
@@ -87,7 +88,6 @@ def describe_draft(draft: Draft | None) -> str:
 def predicted_seconds(waves: Sequence[Wave], profile: Profile) -> dict[str, float]:
     """Seconds of one engine by phase. Each video is encoded and prefilled once per wave; further
     questions on it prefill their text only."""
-    per_prompt, per_token, _ = profile.prefill
     seconds = {"vision": 0.0, "prefill": 0.0, "decode": 0.0}
     for wave in waves:
         prefilled: set[tuple[str, tuple[float, ...]]] = set()
@@ -95,10 +95,11 @@ def predicted_seconds(waves: Sequence[Wave], profile: Profile) -> dict[str, floa
             visual = request.frame_plan.tokens
             video = (request.info.uri, request.frame_plan.times)
             if video in prefilled:
-                seconds["prefill"] += per_prompt + per_token * (request.context - visual)
+                text = request.context - visual
+                seconds["prefill"] += profile.prefill.constant + profile.prefill.per_token * text
             else:
                 prefilled.add(video)
-                seconds["vision"] += visual * profile.vision
+                seconds["vision"] += visual * profile.vision_s_per_token
                 seconds["prefill"] += profile.prefill_s(request.context)
         seconds["decode"] += len(wave.requests) * wave.options[0].seconds_per_request
     return seconds
@@ -161,10 +162,10 @@ def _hours_on_known_devices(
     waves: Sequence[Wave], inputs: PlanningInputs
 ) -> dict[str, list[float] | None]:
     """Hours by device, from data sheets and in bfloat16; None where some request does not fit."""
-    size = replace(inputs.profile.account, weight_bytes=2.0, kv_bytes=2.0)
+    size = replace(inputs.profile.model_size, weight_bytes=2.0, kv_bytes=2.0)
     hours: dict[str, list[float] | None] = {}
-    for name in NAMED:
-        profile = unmeasured(published(name), size, inputs.profile.model, "bfloat16")
+    for name in QUOTED_DEVICES:
+        profile = estimated_profile(published_device(name), size, inputs.profile.model, "bfloat16")
         planner = DraftPlanner(profile, History(), inputs.config)
         replanned = [_replanned(wave, planner) for wave in waves]
         fitting = [wave for wave in replanned if wave is not None]
@@ -193,15 +194,17 @@ def _bucket(waves: Sequence[Wave], profile: Profile) -> dict[str, Any]:
     """Slots, n*_B and drafts of all waves; memory and options of the largest."""
     largest = max(waves, key=lambda wave: len(wave.requests))
     rows = min(largest.max_num_seqs, len(largest.requests))
-    measured_union = profile.union_of(CROSSOVER_DRAFT, rows)
-    union = measured_union or 1 - (1 - CROSSOVER_DRAFT.channels) ** rows
+    union_fraction = profile.union_fraction(CROSSOVER_DRAFT, rows)
+    if union_fraction is None:  # as if rows chose their channels independently
+        union_fraction = 1 - (1 - CROSSOVER_DRAFT.channels) ** rows
+    crossover = crossover_context(profile.model_size, CROSSOVER_DRAFT.keep, union_fraction, rows)
     requests_by_draft: Counter[str] = Counter()
     for wave in waves:
         requests_by_draft[describe_draft(wave.draft)] += len(wave.requests)
     return {
         "requests": sum(len(wave.requests) for wave in waves),
         "slots": sorted({wave.max_num_seqs for wave in waves}),
-        "crossover": round(profile.account.crossover(CROSSOVER_DRAFT.keep, union, rows)),
+        "crossover": round(crossover),
         "drafts": dict(requests_by_draft),
         "memory_gb": {name: round(size / 1e9, 3) for name, size in largest.options[0].memory},
         "candidates": [_option(option) for option in largest.options],
@@ -209,10 +212,10 @@ def _bucket(waves: Sequence[Wave], profile: Profile) -> dict[str, Any]:
 
 
 def _option(option: DraftOption) -> dict[str, Any]:
-    schedule = option.pace
+    schedule = option.gamma_schedule
     return {
         "draft": describe_draft(option.draft),
-        "gammas": [schedule.least, schedule.most] if schedule else [],
+        "gammas": [schedule.min_gamma, schedule.max_gamma] if schedule else [],
         "slots": option.slots,
         "acceptance": round(option.acceptance, 3),
         "mb_per_token": round(option.bytes_per_token / 1e6, 3),

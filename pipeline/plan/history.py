@@ -9,8 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pipeline.records import Wave
-from std_core.cost_model.account import AcceptanceCurve, chances, count_accepted_rejected
-from std_core.types import ROUNDS, Draft, Result
+from std_core.cost_model.acceptance import (
+    AcceptanceCurve,
+    count_accepted_rejected,
+    fit_acceptance_curve,
+)
+from std_core.types import MIN_DRAFTED_ROUNDS, Draft, Result
 
 WAVES_KEPT = 32  # the newest, of each kind of evidence
 
@@ -94,16 +98,16 @@ class History:
     def _with_acceptance(self, draft: Draft, kind: str, results: Sequence[Result]) -> History:
         """Dense rounds of a wave that drafts carry no acceptance statistics, so drafted tokens are
         counted too."""
-        if min(_rounds(results), _verified_tokens(results)) < ROUNDS:
+        if min(_rounds(results), _verified_tokens(results)) < MIN_DRAFTED_ROUNDS:
             return self
-        curve = chances(*count_accepted_rejected(results))
+        curve = fit_acceptance_curve(*count_accepted_rejected(results))
         key = (without_gamma(draft), kind)
         return replace(self, acceptance_curves=_appended(self.acceptance_curves, key, curve))
 
     def _with_time_ratio(self, wave: Wave, results: Sequence[Result]) -> History:
         predicted = sum(_predicted_decode_s(result, wave) for result in results)
         measured = sum(result.decode_s for result in results)
-        if _rounds(results) < ROUNDS or predicted <= 0 or measured <= 0:
+        if _rounds(results) < MIN_DRAFTED_ROUNDS or predicted <= 0 or measured <= 0:
             return self
         key = (without_gamma(wave.draft),)
         return replace(self, time_ratios=_appended(self.time_ratios, key, measured / predicted))
@@ -115,7 +119,7 @@ def _rounds(results: Sequence[Result]) -> int:
 
 def _verified_tokens(results: Sequence[Result]) -> int:
     """Drafted tokens that were accepted, and those whose rejection ended a round."""
-    return sum(result.accepted + sum(result.refuse_counts) for result in results)
+    return sum(result.accepted + sum(result.reject_counts) for result in results)
 
 
 def _predicted_decode_s(result: Result, wave: Wave) -> float:

@@ -21,7 +21,7 @@ MAX_FRAMES = 2_000_000  # planned frames in the pool; their times take 64 MB
 
 
 class RequestPool:
-    """Hands out planned requests as waves. Implements `pipeline.driver.backend.Waves`.
+    """Hands out planned requests as waves. Implements `pipeline.driver.backend.WaveSource`.
 
     Args:
         probed: where requests come from as their headers are read, planned or failed.
@@ -65,7 +65,7 @@ class RequestPool:
         return not self._unchecked and not self._pool
 
     def begin(self, device: Device, engines: int) -> None:
-        """See `Waves`. Raises UsageError also if all requests are known and none fits the
+        """See `WaveSource`. Raises UsageError also if all requests are known and none fits the
         device."""
         self.profile = self._profile_on(device)
         self.config = replace(self.config, engines=engines)
@@ -73,14 +73,14 @@ class RequestPool:
 
     @property
     def closed(self) -> bool:
-        """See `Waves`."""
+        """See `WaveSource`."""
         return self._probed.closed and self.empty and not self._too_large
 
     def take(self, engine_idle: bool) -> Wave | None:
         """See `WaveSource`. Raises UsageError once it is known that no request fits the device."""
         assert self.profile is not None, "begin comes first"
         self._fill()
-        partial = hungry or self._full or self._probed.closed  # whether to hand out partial waves
+        partial = engine_idle or self._full or self._probed.closed  # a partial wave will do
         unchanged = self._size_without_wave == len(self._pool)
         if not self._pool or (unchanged and not partial):
             return None
@@ -104,8 +104,8 @@ class RequestPool:
         if results:
             self.history = self.history.with_results(wave, results)
 
-    def shrink(self, slots: int) -> None:
-        """See `Waves`."""
+    def limit_slots(self, slots: int) -> None:
+        """See `WaveSource`."""
         self.config = replace(self.config, max_num_seqs=min(slots, self.config.max_num_seqs))
 
     @property

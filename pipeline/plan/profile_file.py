@@ -43,7 +43,7 @@ def profile_for(uri: str, revision: str, dtype: str, size: ModelSize, device: De
             device.
     """
     if not uri:
-        return unmeasured(device, size, revision, dtype)
+        return estimated_profile(device, size, revision, dtype)
     profile = read_profile(uri)
     if difference := _difference(profile, revision, dtype, device):
         raise UsageError(
@@ -68,7 +68,7 @@ def sparse_mode_objection(profile: Profile, draft: Draft) -> str | None:
     None if its retrieval test was passed."""
     tests = next(
         (
-            calibrated.retrieved
+            calibrated.retrieval_scores
             for calibrated in profile.drafts
             if replace(calibrated.draft, gamma=1) == replace(draft, gamma=1)
         ),
@@ -79,12 +79,12 @@ def sparse_mode_objection(profile: Profile, draft: Draft) -> str | None:
             "--profile holds no retrieval test of this draft: "
             "jobs/calibrate.py --retrieval true makes one"
         )
-    if all(test.enough for test in tests):
+    if all(test.passes for test in tests):
         return None
-    worst = min(tests, key=lambda test: test.sparse / max(1, test.dense))
+    worst = min(tests, key=lambda test: test.draft_correct / max(1, test.dense_correct))
     return (
-        f"on its own it found {worst.sparse} of the {worst.dense} answers that the dense loop "
-        f"found, of {worst.asked}, in contexts of {worst.context} tokens"
+        f"on its own it found {worst.draft_correct} of the {worst.dense_correct} answers that the "
+        f"dense loop found, of {worst.questions}, in contexts of {worst.context} tokens"
     )
 
 

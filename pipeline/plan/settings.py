@@ -116,8 +116,8 @@ def _longest_request(context: int, visual: int, config: WaveConfig) -> LongestRe
     return LongestRequest(
         context,
         visual=visual,
-        written=config.max_tokens,
+        max_tokens=config.max_tokens,
         chunk=config.prefill_chunk,
-        strict=config.strict,
-        draws=config.sampling_mode,
+        strict_width=config.strict,
+        sampling=config.sampling_mode,
     )

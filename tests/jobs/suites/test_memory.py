@@ -10,8 +10,8 @@ from jobs.suites.memory.meter import tensors_peak
 from jobs.suites.memory.suite import OFF, figures
 from pipeline.plan.capacity import USABLE_MEMORY, Capacity
 from pipeline.plan.settings import WaveConfig
-from std_core.cost_model.device_specs import unmeasured
-from std_core.cost_model.memory import total
+from std_core.cost_model.device_specs import estimated_profile
+from std_core.cost_model.memory import peak_memory
 from std_core.cost_model.profile import Device
 
 CASES = {case.name: case for case in cases(1)}
@@ -44,9 +44,9 @@ def test_the_meter_counts_what_operations_take_inside() -> None:
 
 def test_slots_that_just_fit_a_device_do_fit_it() -> None:
     case = replace(CASES["draft_kv_text"], slots=3)
-    memory = total(case.terms()) / USABLE_MEMORY + 1
+    memory = peak_memory(case.memory_breakdown()) / USABLE_MEMORY + 1
     device = Device("toy", kind="cpu", bandwidth=1e10, memory=memory, flops=1e12)
-    profile = unmeasured(device, case.account(case.sizes), case.name, case.dtype)
+    profile = estimated_profile(device, case.model_size(case.sizes), case.name, case.dtype)
     slots = Capacity(profile, WaveConfig(64)).slots(case.load, case.draft)
     assert slots == 3
     subject = Subject.of(case)

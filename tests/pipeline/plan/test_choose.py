@@ -14,12 +14,22 @@ from pipeline.plan.choose import (
     DraftPlanner,
 )
 from pipeline.plan.history import History
-from pipeline.plan.latency import LatencyModel
+from pipeline.plan.round_time import RoundPredictor
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption
-from std_core.cost_model.account import ModelSize, tokens_per_round
+from std_core.cost_model.acceptance import AcceptanceCounts, AcceptanceCurve
+from std_core.cost_model.crossover import crossover_context
 from std_core.cost_model.memory import LongestRequest
-from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
+from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.profile import (
+    CalibratedDraft,
+    Device,
+    DraftSetupLatency,
+    LatencyModel,
+    PrefillLatency,
+    Profile,
+    UnionFraction,
+)
 from std_core.types import Draft
 
 LLAMA = ModelSize(
@@ -33,19 +43,21 @@ LLAMA = ModelSize(
     parameters=8_030_000_000,
 )
 A100 = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
-FLAT = Cost(1.0, 1e-3)
-GOOD = (Accepted(4096, "caption", (90,), (10,)),)
-STD = CalibratedDraft(Draft("std"), FLAT, (0.0, 0.0), GOOD)
-INT4 = CalibratedDraft(Draft("std", weights="int4"), FLAT, (0.0, 0.0), GOOD)
-BAD = CalibratedDraft(Draft("random"), FLAT, (0.0, 0.0), (Accepted(4096, "caption", (1,), (99,)),))
+FLAT = LatencyModel(1.0, 1e-3)
+GOOD = (AcceptanceCounts(4096, "caption", (90,), (10,)),)
+STD = CalibratedDraft(Draft("std"), FLAT, DraftSetupLatency(), GOOD)
+INT4 = CalibratedDraft(Draft("std", weights="int4"), FLAT, DraftSetupLatency(), GOOD)
+BAD = CalibratedDraft(
+    Draft("random"), FLAT, DraftSetupLatency(), (AcceptanceCounts(4096, "caption", (1,), (99,)),)
+)
 PROFILE = Profile(
     A100,
     model="m",
     dtype="bfloat16",
-    account=LLAMA,
-    full=FLAT,
-    prefill=(0.0, 1e-4, 0.0),
-    vision=1e-5,
+    model_size=LLAMA,
+    latency=FLAT,
+    prefill=PrefillLatency(0.0, 1e-4, 0.0),
+    vision_s_per_token=1e-5,
     drafts=(STD, INT4, BAD),
 )
 
@@ -56,10 +68,10 @@ def wave_of(contexts: list[int], config: WaveConfig, videos: int | None = None) 
     longest = LongestRequest(
         max(contexts),
         visual=max(contexts),
-        written=config.max_tokens,
+        max_tokens=config.max_tokens,
         chunk=config.prefill_chunk,
-        strict=config.strict,
-        draws=config.sampling_mode,
+        strict_width=config.strict,
+        sampling=config.sampling_mode,
     )
     return WaveSummary(
         len(contexts),
@@ -83,7 +95,7 @@ def chosen_draft(
 ) -> DraftOption:
     """The chosen option, which drafts with a γ schedule."""
     chosen = options_of(contexts, config, profile)[0]
-    assert chosen.draft is not None and chosen.pace is not None
+    assert chosen.draft is not None and chosen.gamma_schedule is not None
     return chosen
 
 
@@ -109,7 +121,7 @@ def test_a_draft_is_chosen_only_for_a_speedup() -> None:
 
 
 def test_setup_time_counts_against_short_texts() -> None:
-    slow_setup = replace(PROFILE, drafts=(replace(STD, once=(0.05, 0.0)),))
+    slow_setup = replace(PROFILE, drafts=(replace(STD, setup=DraftSetupLatency(0.05, 0.0)),))
     contexts = [60_000] * 8
     assert options_of(contexts, WaveConfig(max_tokens=128), slow_setup)[0].draft is not None
     assert options_of(contexts, WaveConfig(max_tokens=4), slow_setup)[0].draft is None
@@ -147,9 +159,9 @@ accounts = st.builds(
     st.sampled_from([0.3e12, 2e12, 4.8e12]),
 )
 def test_the_choice_flips_at_the_latency_crossover(
-    account: ModelSize,
+    model_size: ModelSize,
     rows: int,
-    union: float,
+    union_fraction: float,
     keep: float,
     c_p: float,
     c_kv: float,
@@ -161,16 +173,16 @@ def test_the_choice_flips_at_the_latency_crossover(
     profile = replace(
         PROFILE,
         device=replace(A100, bandwidth=bandwidth, memory=1e15),
-        account=account,
-        full=Cost(),
+        model_size=model_size,
+        latency=LatencyModel(),
         drafts=(
-            CalibratedDraft(sparse, Cost(1.0, c_p), (0, 0), GOOD),
-            CalibratedDraft(kept, Cost(1.0, c_kv), (0, 0), GOOD),
+            CalibratedDraft(sparse, LatencyModel(1.0, c_p), DraftSetupLatency(), GOOD),
+            CalibratedDraft(kept, LatencyModel(1.0, c_kv), DraftSetupLatency(), GOOD),
         ),
-        union=((0.3, rows, union),),
+        union_fractions=(UnionFraction(0.3, rows, union_fraction),),
     )
-    s = rows * account.entry_bytes * (1 - keep) / bandwidth  # s per token of context
-    crossing = account.crossover(keep, union, rows) - (c_p - c_kv) / s
+    s = rows * model_size.entry_bytes * (1 - keep) / bandwidth  # s per token of context
+    crossing = crossover_context(model_size, keep, union_fraction, rows) - (c_p - c_kv) / s
     assume(crossing > 200)
     for context, expected in (
         (round(crossing * 0.99) - 2, sparse),
@@ -199,7 +211,7 @@ def test_one_wave_in_fifty_takes_a_rejected_draft_each_in_rotation() -> None:
 def test_strict_bounds_gamma_and_pads_every_verification() -> None:
     options = options_of([60_000] * 8, WaveConfig(strict=4))
     assert all(option.draft is None or option.draft.gamma < 4 for option in options)
-    per_token = replace(PROFILE, full=Cost(1.0, 0, token=1.0))
+    per_token = replace(PROFILE, latency=LatencyModel(1.0, 0, per_token=1.0))
     one, four = (
         options_of([100], WaveConfig(draft=None, strict=strict), per_token)[0] for strict in (0, 4)
     )
@@ -210,7 +222,7 @@ def test_strict_bounds_gamma_and_pads_every_verification() -> None:
 
 
 costs = st.builds(
-    Cost, st.floats(0.5, 2), st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-9)
+    LatencyModel, st.floats(0.5, 2), st.floats(0, 5e-3), st.floats(0, 1e-4), st.floats(0, 1e-9)
 )
 
 
@@ -228,15 +240,15 @@ def test_every_gamma_of_a_schedule_is_the_fastest(
     contexts: list[int],
     slots: int,
     strict: int,
-    full: Cost,
-    cheap: Cost,
+    full: LatencyModel,
+    cheap: LatencyModel,
     slow_dense: float,
     slow_draft: float,
 ) -> None:
     """For each number of rows and acceptance, by the seconds of a token of one row."""
     config = WaveConfig(slots, strict=strict)
-    calibrated = replace(INT4, cost=cheap)
-    profile = replace(PROFILE, full=full, drafts=(calibrated,))
+    calibrated = replace(INT4, latency=cheap)
+    profile = replace(PROFILE, latency=full, drafts=(calibrated,))
     time_ratios: dict[tuple[object, ...], tuple[float, ...]] = {
         (None,): (slow_dense,),
         (replace(calibrated.draft, gamma=1),): (slow_draft,),
@@ -244,62 +256,66 @@ def test_every_gamma_of_a_schedule_is_the_fastest(
     wave = wave_of(contexts, config)
     chosen = DraftPlanner(profile, History(time_ratios=time_ratios), config).options(wave, 0)[0]
     assume(chosen.draft is not None)
-    assert chosen.draft is not None and chosen.pace is not None
-    assert len(chosen.pace.gammas) == chosen.slots
+    assert chosen.draft is not None and chosen.gamma_schedule is not None
+    assert len(chosen.gamma_schedule.gammas) == chosen.slots
     drafts = {
         gamma: replace(calibrated, draft=replace(calibrated.draft, gamma=gamma))
         for gamma in GAMMAS
         if not strict or gamma < strict
     }
 
-    def latency(rows: int) -> LatencyModel:
+    def latency(rows: int) -> RoundPredictor:
         generated = 64.0  # half of a usual caption's 128 tokens
-        return LatencyModel(profile, wave, rows=rows, generated=generated, min_verify_width=strict)
+        return RoundPredictor(
+            profile, wave, rows=rows, generated=generated, min_verify_width=strict
+        )
 
     mean_rows = latency(min(chosen.slots, len(contexts)))
     for gamma, draft in drafts.items():  # predicted from the chosen option's γ and times
         predicted = chosen.row_round_s + (gamma - chosen.draft.gamma) * chosen.row_draft_token_s
         assert predicted == pytest.approx(mean_rows.round(draft).seconds / mean_rows.rows)
-    for rows, found in enumerate(chosen.pace.gammas, 1):
+    for rows, found in enumerate(chosen.gamma_schedule.gammas, 1):
         seconds = {0: latency(rows).round(None).seconds * slow_dense}
         for gamma, draft in drafts.items():
             seconds[gamma] = latency(rows).round(draft).seconds * slow_draft
         assert len(found) == ACCEPTANCE_CLASSES
         for index, gamma in enumerate(found):
             acceptance = (index + 0.5) / ACCEPTANCE_CLASSES
-            per_token = {g: s / tokens_per_round(acceptance, g) for g, s in seconds.items()}
+            per_token = {
+                g: s / AcceptanceCurve((acceptance,)).tokens(g) for g, s in seconds.items()
+            }
             assert per_token[gamma] <= min(per_token.values()) * (1 + 1e-9)
 
 
 def test_gamma_grows_with_acceptance_and_shrinks_as_rows_share_the_weights() -> None:
     int4 = replace(INT4, draft=Draft("full", weights="int4"))
     chosen = chosen_draft([20_000], WaveConfig(), replace(PROFILE, drafts=(int4,)))
-    assert chosen.pace is not None
-    one_row, *_, all_rows = chosen.pace.gammas
-    assert one_row[0] == 0 < one_row[-1] == chosen.pace.most
-    for by_acceptance in chosen.pace.gammas:
+    assert chosen.gamma_schedule is not None
+    one_row, *_, all_rows = chosen.gamma_schedule.gammas
+    assert one_row[0] == 0 < one_row[-1] == chosen.gamma_schedule.max_gamma
+    for by_acceptance in chosen.gamma_schedule.gammas:
         assert list(by_acceptance) == sorted(by_acceptance)
     assert sum(one_row) > sum(all_rows)
-    assert chosen.pace.expected == pytest.approx(chosen.acceptance)
+    assert chosen.gamma_schedule.expected_acceptance == pytest.approx(chosen.acceptance)
 
 
 def test_an_explored_draft_never_decodes_densely() -> None:
     usual, explored = (
-        options_of([60_000] * 8, WaveConfig(), wave_index=index)[0].pace
+        options_of([60_000] * 8, WaveConfig(), wave_index=index)[0].gamma_schedule
         for index in (0, 2 * EXPLORATION_INTERVAL - 1)
     )
-    assert usual is not None and usual.least == 0
-    assert explored is not None and explored.least > 0
+    assert usual is not None and usual.min_gamma == 0
+    assert explored is not None and explored.min_gamma > 0
 
 
 def test_a_second_model_drafts_in_every_round() -> None:
     small = replace(LLAMA, layers=2, parameters=10**9)
     pair = CalibratedDraft(
         Draft("specvlm", model="small"),
-        cost=Cost(1.0, 1e-4),
-        once=(0.0, 0.0),
+        latency=LatencyModel(1.0, 1e-4),
+        setup=DraftSetupLatency(),
         acceptance=GOOD,
-        pair=small,
+        second_model=small,
     )
     chosen = chosen_draft([60_000] * 8, WaveConfig(), replace(PROFILE, drafts=(pair,)))
-    assert chosen.pace is not None and chosen.pace.least == 1
+    assert chosen.gamma_schedule is not None and chosen.gamma_schedule.min_gamma == 1

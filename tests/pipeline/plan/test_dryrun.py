@@ -17,10 +17,11 @@ from pipeline.records import (
     PlannedRequest,
     RequestError,
     VideoInfo,
+    Wave,
 )
 from std_core.cost_model.device_specs import QUOTED_DEVICES, estimated_profile, published_device
 from std_core.cost_model.model_size import ModelSize
-from std_core.cost_model.profile import PrefillLatency
+from std_core.cost_model.profile import PrefillLatency, Profile
 from std_core.types import Draft
 
 LLAMA = ModelSize(
@@ -63,31 +64,31 @@ def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> P
     )
 
 
-def test_a_video_is_seen_and_prefilled_once() -> None:
-    profile = replace(PROFILE, vision=1e-3, prefill=(0.5, 1e-3, 0.0))
-    once = predicted_seconds(
-        plan([request(0, 0)], profile, History(), 9, True, WaveConfig()), profile
-    )
+def waves_of(requests: list[PlannedRequest], profile: Profile) -> tuple[Wave, ...]:
+    return plan(requests, profile, History(), idle_engines=99, closed=True, config=WaveConfig())
+
+
+def test_a_video_is_encoded_and_prefilled_once() -> None:
+    profile = replace(PROFILE, vision_s_per_token=1e-3, prefill=PrefillLatency(0.5, 1e-3, 0.0))
+    once = predicted_seconds(waves_of([request(0, 0)], profile), profile)
     assert once["vision"] == pytest.approx(30.0) and once["prefill"] == pytest.approx(0.5 + 30.1)
-    twice = predicted_seconds(
-        plan([request(0, 0), request(1, 0)], profile, History(), 9, True, WaveConfig()), profile
-    )
+    twice = predicted_seconds(waves_of([request(0, 0), request(1, 0)], profile), profile)
     assert twice["vision"] == pytest.approx(30.0) and twice["prefill"] == pytest.approx(
         0.5 + 30.1 + 0.5 + 0.1
     )
     assert twice["decode"] > once["decode"]
 
 
-def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
+def test_a_report_has_slots_drafts_hours_and_cost() -> None:
     requests = [
         *(request(i, i) for i in range(200)),
         *(request(200 + i, 200 + i, 800) for i in range(100)),
     ]
-    found = plan(requests, PROFILE, History(), 99, True, WaveConfig())
-    lost = FailedRequest(
+    found = waves_of(requests, PROFILE)
+    failure = FailedRequest(
         PendingRequest("x", InputRow("v", "?")), RequestError("context_too_long", "it is too long")
     )
-    figures = report(found, [lost], PlanningInputs(PROFILE, WaveConfig(), 2.0))
+    figures = report(found, [failure], PlanningInputs(PROFILE, WaveConfig(), 2.0))
     assert figures["requests"] == 301 and figures["failures"] == {"context_too_long": 1}
     assert set(figures["buckets"]) == {"32768", "1024"}
     for bucket in figures["buckets"].values():
@@ -104,7 +105,7 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
     assert low < expected < high and figures["cost"][1] == pytest.approx(2 * expected, abs=0.01)
     assert figures["engine_hours_elsewhere"]["H100"] == figures["engine_hours"]
     assert set(figures["engine_hours_elsewhere"]) == set(QUOTED_DEVICES)
-    text = table(figures, [lost])
+    text = table(figures, [failure])
     assert "{} ({}–{})".format(best["draft"], *best["gammas"]) in text
     assert (
         "published" in text and "context_too_long: it is too long" in text and "too small" in text
@@ -112,7 +113,7 @@ def test_a_plan_tells_slots_drafts_hours_and_cost() -> None:
     assert figures["engine_hours_elsewhere"]["L4"] is None  # 32K × 9B needs more than 24 GB
 
 
-def test_drafts_are_named_by_what_is_cheaper_of_them() -> None:
+def test_a_draft_is_described_by_policy_share_weights_and_gamma() -> None:
     names = {
         None: "dense",
         Draft(): "std 0.2 γ5",

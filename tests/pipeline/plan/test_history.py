@@ -16,9 +16,23 @@ from pipeline.records import (
     VideoInfo,
     Wave,
 )
-from std_core.cost_model.account import AcceptanceCurve, ModelSize, chances, count_accepted_rejected
-from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
-from std_core.types import ROUNDS, Draft, Result
+from std_core.cost_model.acceptance import (
+    AcceptanceCounts,
+    AcceptanceCurve,
+    count_accepted_rejected,
+    fit_acceptance_curve,
+)
+from std_core.cost_model.memory import LongestRequest
+from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.profile import (
+    CalibratedDraft,
+    Device,
+    DraftSetupLatency,
+    LatencyModel,
+    PrefillLatency,
+    Profile,
+)
+from std_core.types import MIN_DRAFTED_ROUNDS, Draft, Result
 
 DRAFT = Draft("std", gamma=4)
 INFO = VideoInfo(
@@ -50,7 +64,7 @@ def wave(draft: Draft | None, *prompts: str) -> Wave:
 
 
 def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Result:
-    """Of a row with so many rounds in which i of len(counts) - 1 tokens were accepted."""
+    """A row; counts[i] of its rounds accepted i of len(counts) - 1 drafted tokens."""
     accepted = sum(i * n for i, n in enumerate(counts))
     rounds = sum(counts)
     tokens = [7] * (accepted + rounds + 1)
@@ -69,33 +83,30 @@ def result(number: int, counts: tuple[int, ...], decode_s: float = 1.0) -> Resul
     )
 
 
-def test_prompts_that_ask_are_questions() -> None:
-    assert (
-        prompt_kind("How many? ") == "question"
-        and prompt_kind("What you see: describe it.") == "caption"
-    )
+def test_prompts_with_a_question_mark_are_questions() -> None:
+    assert prompt_kind("How many? ") == "question"
+    assert prompt_kind("What you see: describe it.") == "caption"
 
 
-def seen(*results: Result) -> AcceptanceCurve:
+def fitted(*results: Result) -> AcceptanceCurve:
     return fit_acceptance_curve(*count_accepted_rejected(results))
 
 
-def test_chances_are_of_each_place_in_a_round() -> None:
-    """Of those rounds that came so far; a place is taken to be like the one before it, as if one
-    more token said so."""
-    every = seen(result(0, (0, 0, 0, 0, 5))).by_place
+def test_acceptance_is_fitted_at_each_position_of_a_round() -> None:
+    """From the rounds that reached the position; the position before it counts as one token."""
+    every = fitted(result(0, (0, 0, 0, 0, 5))).by_place
     assert every[0] == pytest.approx(5.5 / 6) and every[1] == pytest.approx((5 + every[0]) / 6)
-    late = seen(result(0, (3, 0, 0, 0, 1)), result(1, (2, 0, 0, 0, 4))).by_place
+    late = fitted(result(0, (3, 0, 0, 0, 1)), result(1, (2, 0, 0, 0, 4))).by_place
     assert late[0] == pytest.approx(5.5 / 11) and late[3] > late[2] > late[1] > 0.9
-    cut = seen(
-        replace(result(0, (2, 1, 0, 0, 1)), reject_counts=(2, 0, 0, 0, 0))
-    )  # a row's end is no refusal
+    # the end of a row rejects nothing
+    cut = fitted(replace(result(0, (2, 1, 0, 0, 1)), reject_counts=(2, 0, 0, 0, 0)))
     assert cut.at(0) == pytest.approx(2.5 / 5) and cut.at(1) == pytest.approx(1.5 / 2)
-    assert seen(result(0, (7, 0))) == seen(result(0, (7, 0, 0, 0)))  # whatever nobody came to
+    # positions that no round reached are left out
+    assert fitted(result(0, (7, 0))) == fitted(result(0, (7, 0, 0, 0)))
     assert count_accepted_rejected([]) == ((), ())
 
 
-def test_waves_are_remembered_by_their_median() -> None:
+def test_evidence_is_the_median_over_waves() -> None:
     history = History()
     for full in (1, 9, 2):
         history = history.with_results(wave(DRAFT, "Describe."), [result(0, (4, 0, 0, 0, full))])
@@ -108,11 +119,13 @@ def test_waves_are_remembered_by_their_median() -> None:
     )
     assert history.length("caption") == 1 + 6 + 8
     assert history.time_ratio(DRAFT) == pytest.approx(1 / 0.6)  # 6 rounds of 0.1 s took 1 s
-    assert history.time_ratio(None) == history.time_ratio(DRAFT)  # for want of its own
+    assert history.time_ratio(None) == history.time_ratio(DRAFT)  # without evidence of its own
 
 
-def test_too_few_rounds_and_errors_say_nothing() -> None:
-    few = History().with_results(wave(DRAFT, "Describe."), [result(0, (ROUNDS - 1, 0, 0, 0, 0))])
+def test_too_few_rounds_and_errors_are_no_evidence() -> None:
+    few = History().with_results(
+        wave(DRAFT, "Describe."), [result(0, (MIN_DRAFTED_ROUNDS - 1, 0, 0, 0, 0))]
+    )
     assert few.acceptance(DRAFT, "caption") is None and few.time_ratio(DRAFT) == 1
     failed = Result(
         "0", token_ids=[], text="", finish_reason="error", error=RequestError("nan_logits", "x")
@@ -120,10 +133,10 @@ def test_too_few_rounds_and_errors_say_nothing() -> None:
     assert History().with_results(wave(DRAFT, "Describe."), [failed]) == History()
 
 
-def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
+def test_a_time_ratio_does_not_depend_on_each_rounds_gamma() -> None:
     """A dense step of 20 ms, 5 ms for every drafted token: γ = 4 is 40 ms."""
-    way = DraftOption(DRAFT, 8, row_round_s=0.04, row_draft_token_s=0.005)
-    some = replace(wave(DRAFT, "Describe."), options=(way,))
+    option = DraftOption(DRAFT, 8, row_round_s=0.04, row_draft_token_s=0.005)
+    some = replace(wave(DRAFT, "Describe."), options=(option,))
     for rounds, drafted in ((10, 40), (10, 0), (10, 17), (3, 30)):
         took = 2 * (rounds * 0.02 + drafted * 0.005)
         seen = History().with_results(
@@ -143,19 +156,17 @@ def test_a_speed_is_the_same_whatever_each_rounds_gamma_was() -> None:
         assert seen.time_ratio(DRAFT) == pytest.approx(2)
 
 
-def test_dense_rounds_of_a_wave_that_drafts_say_nothing_of_its_acceptance() -> None:
+def test_dense_rounds_of_a_wave_that_drafts_carry_no_acceptance_statistics() -> None:
     dense = Result("0", token_ids=[7] * 40, text="", finish_reason="stop", rounds=40, decode_s=1.0)
     seen = History().with_results(wave(DRAFT, "Describe."), [dense])
     assert seen.acceptance(DRAFT, "caption") is None and seen.length("caption") == 40
-    some = replace(
-        dense, drafted=8, accepted=3, accept_counts=(37, 3), reject_counts=(3, 0)
-    )  # 34 of them were dense
-    assert History().with_results(wave(DRAFT, "Describe."), [some]).acceptance(
-        DRAFT, "caption"
-    ) == AcceptanceCurve((0.5,))
+    # 34 of the 40 rounds were dense
+    mixed = replace(dense, drafted=8, accepted=3, accept_counts=(37, 3), reject_counts=(3, 0))
+    history = History().with_results(wave(DRAFT, "Describe."), [mixed])
+    assert history.acceptance(DRAFT, "caption") == AcceptanceCurve((0.5,))
 
 
-def test_kinds_are_told_apart_in_one_wave() -> None:
+def test_each_kind_of_prompt_in_a_wave_has_its_own_acceptance() -> None:
     history = History().with_results(
         wave(DRAFT, "Describe.", "Why?"), [result(0, (5, 0, 0, 0, 0)), result(1, (0, 0, 0, 0, 5))]
     )
@@ -164,7 +175,7 @@ def test_kinds_are_told_apart_in_one_wave() -> None:
     assert low is not None and high is not None and low.at(0) < 0.2 < 0.9 < high.at(0)
 
 
-def test_what_was_seen_changes_the_choice() -> None:
+def test_results_change_the_next_choice() -> None:
     model_size = ModelSize(
         32,
         hidden=4096,
@@ -175,47 +186,38 @@ def test_what_was_seen_changes_the_choice() -> None:
         vocabulary=128256,
         parameters=8_030_000_000,
     )
-    calibrated = CalibratedDraft(
-        DRAFT, Cost(), (0.0, 0.0), (Accepted(1000, "caption", (95,), (5,)),)
-    )
-    device = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
+    counts = AcceptanceCounts(1000, "caption", (95,), (5,))
     profile = Profile(
-        device,
+        Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12),
         model="m",
         dtype="bfloat16",
-        account=account,
-        full=Cost(),
-        prefill=(0.0, 0.0, 0.0),
-        vision=0.0,
-        drafts=(calibrated,),
+        model_size=model_size,
+        latency=LatencyModel(),
+        prefill=PrefillLatency(0.0, 0.0, 0.0),
+        vision_s_per_token=0.0,
+        drafts=(CalibratedDraft(DRAFT, LatencyModel(), DraftSetupLatency(), (counts,)),),
     )
-    config = WaveConfig()
-    plan = FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=60_000)
-    infos = [replace(INFO, uri=str(i)) for i in range(8)]
-    some = WaveSummary.of(
-        [
-            PlannedRequest(
-                i.uri,
-                input_row=InputRow(i.uri, "Describe."),
-                info=i,
-                frame_plan=plan,
-                context=60_000,
-            )
-            for i in infos
-        ],
-        config,
+    summary = WaveSummary(
+        8,
+        context=60_000.0,
+        visual=60_000.0,
+        videos=8,
+        longest=LongestRequest(60_000, 60_000, 256, sampling="greedy"),
+        kinds=(("caption", 8),),
     )
-    before = DraftPlanner(profile, History(), config).options(some, 0)[0]
+
+    def chosen(history: History) -> DraftOption:
+        return DraftPlanner(profile, history, WaveConfig()).options(summary, 0)[0]
+
+    before = chosen(History())
     assert before.draft is not None and before.draft.gamma > 3
-    seen = History().with_results(wave(DRAFT, "Describe."), [result(0, (90, 60, 0, 0, 0))])
-    assert DraftPlanner(profile, seen, config).options(some, 0)[0].draft is None
+    drafted = wave(DRAFT, "Describe.")
     dense = wave(None, "Describe.")
-    slow = History().with_results(
-        wave(DRAFT, "Describe."), [result(0, (0, 0, 0, 0, 9), decode_s=9)]
-    )
+    rejected = History().with_results(drafted, [result(0, (90, 60, 0, 0, 0))])
+    assert chosen(rejected).draft is None
+    slow = History().with_results(drafted, [result(0, (0, 0, 0, 0, 9), decode_s=9)])
     slow = slow.with_results(dense, [result(0, (9,), decode_s=0.9)])
-    assert DraftPlanner(profile, slow, config).options(some, 0)[0].draft is None
-    both = History().with_results(dense, [result(0, (127,), decode_s=127)])  # as long as is usual
-    assert DraftPlanner(profile, both, config).options(some, 0)[0].speedup == pytest.approx(
-        before.speedup, rel=0.01
-    )
+    assert chosen(slow).draft is None
+    # dense rounds that take ten times as long as predicted; the text has the default length
+    all_slow = History().with_results(dense, [result(0, (127,), decode_s=127)])
+    assert chosen(all_slow).speedup == pytest.approx(before.speedup, rel=0.01)

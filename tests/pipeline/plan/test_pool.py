@@ -106,8 +106,8 @@ def failure(number: int) -> FailedRequest:
     )
 
 
-class Made:
-    """`Prefetcher` whose thread is the test: what was made so far can be taken."""
+class Batches:
+    """A source of requests whose first `ready` batches can be taken."""
 
     def __init__(self, batches: list[list[ProbedRequest]], ready: int | None = None):
         self.batches = deque(batches)
@@ -124,16 +124,16 @@ class Made:
         return self.batches.popleft()
 
 
-class Seen:
-    """A pool, and what it handed on."""
+class Recorded:
+    """A pool, and the waves and failures that it reported."""
 
-    def __init__(self, made: Made, config: WaveConfig | None = None):
-        self.made = made
+    def __init__(self, source: Batches, config: WaveConfig | None = None):
+        self.source = source
         self.failed: list[FailedRequest] = []
         self.waves: list[Wave] = []
         profile_on: Any = lambda device: replace(PROFILE, device=device)
         self.pool = RequestPool(
-            made,
+            source,
             on_failed=self.failed.append,
             on_wave=self.waves.append,
             profile_on=profile_on,
@@ -156,13 +156,13 @@ batches = st.lists(
     min_size=1,
     max_size=6,
 )
-turns = st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30)
+calls = st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30)
 
 
 @settings(deadline=None, max_examples=60)
-@given(batches, turns)
-def test_whatever_comes_when_every_request_is_handed_out_once(
-    drawn: list[list[tuple[str, int, int]]], turns: list[tuple[int, bool]]
+@given(batches, calls)
+def test_every_request_is_in_one_wave_or_failure_whenever_it_arrives(
+    drawn: list[list[tuple[str, int, int]]], calls: list[tuple[int, bool]]
 ) -> None:
     numbers = iter(range(10**6))
     make: dict[str, Any] = {
@@ -170,63 +170,63 @@ def test_whatever_comes_when_every_request_is_handed_out_once(
         "fails": lambda context, video: failure(next(numbers)),
         "huge": lambda context, video: request(next(numbers), HUGE),
     }
-    made = Made(
-        [[make[what](context, video) for what, context, video in batch] for batch in drawn], ready=0
+    source = Batches(
+        [[make[kind](context, video) for kind, context, video in batch] for batch in drawn], ready=0
     )
-    made.batches.append([request(next(numbers))])  # one at least fits
-    seen = Seen(made)
-    for arrived, engine_idle in [*turns, *[(9, True)] * 999]:
-        made.ready += arrived
-        seen.pool.take(engine_idle)
-        if seen.pool.closed:
+    source.batches.append([request(next(numbers))])  # one at least fits
+    recorded = Recorded(source)
+    for arrived, engine_idle in [*calls, *[(9, True)] * 999]:
+        source.ready += arrived
+        recorded.pool.take(engine_idle)
+        if recorded.pool.closed:
             break
-    assert seen.pool.closed
-    assert seen.names() == Counter(str(i) for i in range(next(numbers)))
-    huge = {str(f.pending.request_id) for f in seen.failed if f.error.code == "out_of_memory"}
-    assert len(huge) == sum(what == "huge" for batch in drawn for what, *_ in batch)
+    assert recorded.pool.closed
+    assert recorded.names() == Counter(str(i) for i in range(next(numbers)))
+    huge = {str(f.pending.request_id) for f in recorded.failed if f.error.code == "out_of_memory"}
+    assert len(huge) == sum(kind == "huge" for batch in drawn for kind, *_ in batch)
 
 
-def test_few_requests_wait_for_more_of_their_kind_unless_somebody_is_hungry() -> None:
-    made = Made([[request(i) for i in range(5)], [request(i) for i in range(5, 64)]], ready=1)
-    seen = Seen(made)
-    assert seen.pool.take(engine_idle=False) is None
-    assert seen.pool.take(engine_idle=False) is None
-    wave = seen.pool.take(engine_idle=True)
+def test_a_partial_wave_waits_for_similar_requests_unless_an_engine_is_idle() -> None:
+    source = Batches([[request(i) for i in range(5)], [request(i) for i in range(5, 64)]], ready=1)
+    recorded = Recorded(source)
+    assert recorded.pool.take(engine_idle=False) is None
+    assert recorded.pool.take(engine_idle=False) is None
+    wave = recorded.pool.take(engine_idle=True)
     assert wave is not None and 1 <= len(wave.requests) <= 5
-    made.ready = 1
-    wave = seen.pool.take(engine_idle=False)
+    source.ready = 1
+    wave = recorded.pool.take(engine_idle=False)
     assert wave is not None and len(wave.requests) > 5
 
 
-def test_a_full_pool_hands_out_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_pool_hands_out_partial_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "MAX_REQUESTS", 8)
-    made = Made([[request(i, 100 * 2**i) for i in range(8)], [request(9)]], ready=1)
-    assert Seen(made).pool.take(engine_idle=False) is not None
+    source = Batches([[request(i, 100 * 2**i) for i in range(8)], [request(9)]], ready=1)
+    assert Recorded(source).pool.take(engine_idle=False) is not None
 
 
-def test_no_more_frames_are_pooled_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pools_planned_frames_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "MAX_FRAMES", 20)
-    made = Made([[request(i, frames=8)] for i in range(30)])
-    seen = Seen(made)
-    wave = seen.pool.take(engine_idle=False)
+    source = Batches([[request(i, frames=8)] for i in range(30)])
+    recorded = Recorded(source)
+    wave = recorded.pool.take(engine_idle=False)
     assert wave is not None and sum(len(r.frame_plan.times) for r in wave.requests) <= 20 + 8
-    assert len(made.batches) >= 26
-    while not seen.pool.closed:
-        seen.pool.take(engine_idle=False)
-    assert seen.names() == Counter(str(i) for i in range(30))
+    assert len(source.batches) >= 26
+    while not recorded.pool.closed:
+        recorded.pool.take(engine_idle=False)
+    assert recorded.names() == Counter(str(i) for i in range(30))
 
 
-def test_where_nothing_fits_it_is_said_what_would_help() -> None:
-    """Before an engine is asked for, if all headers are read by then."""
+def test_if_nothing_fits_the_error_names_the_remedy() -> None:
+    """Before an engine is started, if all headers are read by then."""
     listed: list[list[ProbedRequest]] = [[request(0, HUGE), failure(1)], [request(2, HUGE)]]
     with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
-        Seen(Made(listed))
-    made = Made(listed, ready=1)
-    seen = Seen(made)
-    assert seen.pool.take(engine_idle=True) is None
-    made.ready = 1
+        Recorded(Batches(listed))
+    source = Batches(listed, ready=1)
+    recorded = Recorded(source)
+    assert recorded.pool.take(engine_idle=True) is None
+    source.ready = 1
     with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
-        seen.pool.take(hungry=True)
+        recorded.pool.take(engine_idle=True)
     capacity = Capacity(PROFILE, WaveConfig(4))
     with pytest.raises(UsageError, match="would help"):
         split_by_capacity([request(0, HUGE)], capacity)
@@ -235,10 +235,10 @@ def test_where_nothing_fits_it_is_said_what_would_help() -> None:
     assert [f.request_id for f in failed] == ["0"]
 
 
-def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
-    """The draft that looked best is refused throughout; the next wave has another."""
-    seen = Seen(Made([[request(i) for i in range(200)]]))
-    first = seen.pool.take(engine_idle=True)
+def test_results_of_a_wave_change_the_next_waves_draft() -> None:
+    """All tokens of the chosen draft are rejected; the next wave has another draft."""
+    recorded = Recorded(Batches([[request(i) for i in range(200)]]))
+    first = recorded.pool.take(engine_idle=True)
     assert first is not None and first.draft is not None and first.draft.weights == "int4"
     drafted = 40 * first.draft.gamma
     refused: dict[str, Any] = {
@@ -252,22 +252,22 @@ def test_what_waves_have_shown_decides_the_next_ones_draft() -> None:
         for r in first.requests
     ]
     for _ in range(3):
-        seen.pool.complete(first, results)
-    second = seen.pool.take(engine_idle=True)
+        recorded.pool.complete(first, results)
+    second = recorded.pool.take(engine_idle=True)
     assert second is not None and (second.draft is None or second.draft.weights != "int4")
 
 
-def test_after_a_full_memory_waves_have_fewer_slots() -> None:
-    seen = Seen(Made([[request(i) for i in range(300)]]))
-    first = seen.pool.take(engine_idle=True)
-    seen.pool.limit_slots(2)
-    second = seen.pool.take(engine_idle=True)
+def test_later_waves_keep_to_a_slot_limit() -> None:
+    recorded = Recorded(Batches([[request(i) for i in range(300)]]))
+    first = recorded.pool.take(engine_idle=True)
+    recorded.pool.limit_slots(2)
+    second = recorded.pool.take(engine_idle=True)
     assert first is not None and second is not None
     assert (first.max_num_seqs, second.max_num_seqs) == (4, 2)
 
 
-def test_nothing_runs_where_everything_has_failed_before() -> None:
-    seen = Seen(Made([[failure(0)], [failure(1)]]))
-    while seen.pool.poll():
+def test_a_pool_without_planned_requests_is_empty_and_closed() -> None:
+    recorded = Recorded(Batches([[failure(0)], [failure(1)]]))
+    while recorded.pool.poll():
         pass
-    assert seen.pool.empty and seen.pool.closed and len(seen.failed) == 2
+    assert recorded.pool.empty and recorded.pool.closed and len(recorded.failed) == 2

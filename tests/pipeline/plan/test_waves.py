@@ -23,9 +23,17 @@ from pipeline.plan.waves import (
     split_into_waves,
 )
 from pipeline.records import FramePlan, InputRow, PlannedRequest, UsageError, VideoInfo, Wave
-from std_core.cost_model.account import ModelSize
-from std_core.cost_model.memory import LongestRequest, terms, total
-from std_core.cost_model.profile import Accepted, CalibratedDraft, Cost, Device, Profile
+from std_core.cost_model.acceptance import AcceptanceCounts
+from std_core.cost_model.memory import LongestRequest, memory_breakdown, peak_memory
+from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.profile import (
+    CalibratedDraft,
+    Device,
+    DraftSetupLatency,
+    LatencyModel,
+    PrefillLatency,
+    Profile,
+)
 from std_core.types import Draft
 
 LLAMA = ModelSize(
@@ -269,11 +277,11 @@ def test_memory_is_never_exceeded(
         used = wave.engine_config.draft  # with the largest γ that any round has
         needed = memory_breakdown(
             LLAMA,
-            LongestRequest(visual + text, visual, config.max_tokens, draws="greedy"),
+            LongestRequest(visual + text, visual, config.max_tokens, sampling="greedy"),
             wave.max_num_seqs,
             used,
         )
-        assert total(needed) <= USABLE_MEMORY * memory
+        assert peak_memory(needed) <= USABLE_MEMORY * memory
     out = {r.request_id for wave in waves for r in wave.requests}
     assert all((r.request_id in out) == (Capacity(profile, config).misfit(r) is None) for r in pool)
 
@@ -282,14 +290,14 @@ def test_slots_are_as_many_as_fit() -> None:
     pool = tuple(request(i, i, 100_000) for i in range(100))
     (wave, *_) = waves_of(pool, 1, WaveConfig(32, draft=None))
     row = dict(wave.options[0].memory)["kv"] / wave.max_num_seqs
-    needed = total(dict(wave.options[0].memory))
+    needed = peak_memory(dict(wave.options[0].memory))
     assert 1 < wave.max_num_seqs < 32 and needed <= USABLE_MEMORY * 80e9 < needed + 1.1 * row
 
 
 def test_a_gamma_schedule_fits_the_memory_of_its_slots() -> None:
     """More drafted tokens take more memory; there are never fewer slots for it."""
     config = WaveConfig(64)
-    load = LongestRequest(20_100, 20_000, 256, draws="greedy")
+    load = LongestRequest(20_100, 20_000, 256, sampling="greedy")
     pool = [request(i, i, load.context, load.visual) for i in range(64)]
 
     def planned(memory: float) -> Wave:
@@ -306,7 +314,7 @@ def test_a_gamma_schedule_fits_the_memory_of_its_slots() -> None:
     assert dict(wide.options[0].memory) == memory_breakdown(
         LLAMA, load, wide.max_num_seqs, wide.engine_config.draft
     )
-    needed = total(terms(LLAMA, load, wide.max_num_seqs, wide.draft))
+    needed = peak_memory(memory_breakdown(LLAMA, load, wide.max_num_seqs, wide.draft))
     tight = planned((needed + 1) / USABLE_MEMORY)
     assert (tight.max_num_seqs, tight.draft) == (wide.max_num_seqs, wide.draft)
     assert tight.gamma_schedule is not None and tight.gamma_schedule.max_gamma == wide.draft.gamma
@@ -339,9 +347,9 @@ def test_a_given_draft_keeps_its_gamma() -> None:
     pool = (request(0, 0, 60_000),)
     for draft in (Draft("std", gamma=7), None):
         (wave,) = waves_of(pool, 1, WaveConfig(draft=draft))
-        assert wave.pace is None and wave.engine_config.draft == draft
+        assert wave.gamma_schedule is None and wave.engine_config.draft == draft
     (default,) = waves_of(pool, 1, WaveConfig(), replace(PROFILE, drafts=()))
-    assert default.pace is None
+    assert default.gamma_schedule is None
 
 
 def test_without_calibrated_drafts_the_default_drafts() -> None:
@@ -363,5 +371,5 @@ def test_engine_configs_of_one_draft_are_equal_whatever_their_gamma_schedule() -
     """So the next wave may start while the last rows of the one before still decode."""
     pool = tuple(request(i, i, 60_000 - 400 * i) for i in range(60))
     waves = waves_of(pool, 9, WaveConfig(2))
-    assert len(waves) > 1 and len({wave.pace for wave in waves}) > 1
+    assert len(waves) > 1 and len({wave.gamma_schedule for wave in waves}) > 1
     assert len({wave.engine_config for wave in waves}) == 1

@@ -4,11 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.plan.latency import LatencyModel
+from pipeline.plan.round_time import RoundPredictor
 from pipeline.plan.settings import WaveSummary
-from std_core.cost_model.account import ModelSize
 from std_core.cost_model.memory import LongestRequest
-from std_core.cost_model.profile import CalibratedDraft, Cost, Device, Profile
+from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.profile import (
+    CalibratedDraft,
+    Device,
+    DraftSetupLatency,
+    LatencyModel,
+    PrefillLatency,
+    Profile,
+)
 from std_core.types import Draft
 
 LLAMA = ModelSize(
@@ -22,15 +29,15 @@ LLAMA = ModelSize(
     parameters=8_030_000_000,
 )
 A100 = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
-FLAT = Cost(1.0, 1e-3)
+FLAT = LatencyModel(1.0, 1e-3)
 PROFILE = Profile(
     A100,
     model="m",
     dtype="bfloat16",
-    account=LLAMA,
-    full=FLAT,
-    prefill=(0.0, 1e-4, 0.0),
-    vision=1e-5,
+    model_size=LLAMA,
+    latency=FLAT,
+    prefill=PrefillLatency(0.0, 1e-4, 0.0),
+    vision_s_per_token=1e-5,
 )
 
 
@@ -48,7 +55,7 @@ def wave(count: int, context: int, videos: int) -> WaveSummary:
 def test_a_single_row_reads_one_prefix() -> None:
     """However many questions on the video wait for a slot."""
     reads = [
-        LatencyModel(PROFILE, wave(count, 1000, videos=1), rows=1, generated=0.0)
+        RoundPredictor(PROFILE, wave(count, 1000, videos=1), rows=1, generated=0.0)
         .round(None)
         .bytes_read
         for count in (1, 10)
@@ -61,10 +68,10 @@ def test_a_single_row_reads_one_prefix() -> None:
 )
 def test_noise_takes_time_for_every_sampled_token(draft: Draft | None, sampled_tokens: int) -> None:
     """Of γ = 5 drafted tokens and 6 verified ones; prompt lookup samples nothing."""
-    profile = replace(PROFILE, noise=1e-3)
-    calibrated = None if draft is None else CalibratedDraft(draft, FLAT, (0.0, 0.0), ())
+    profile = replace(PROFILE, sampling_s_per_token=1e-3)
+    calibrated = None if draft is None else CalibratedDraft(draft, FLAT, DraftSetupLatency(), ())
     greedy, sampled = (
-        LatencyModel(profile, wave(8, 4000, videos=8), rows=8, generated=0.0, sampled=sampled)
+        RoundPredictor(profile, wave(8, 4000, videos=8), rows=8, generated=0.0, sampled=sampled)
         .round(calibrated)
         .seconds
         for sampled in (False, True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.plan.settings import WaveSummary
-from std_core.cost_model.profile import CalibratedDraft, Cost, Profile
+from std_core.cost_model.profile import CalibratedDraft, LatencyModel, Profile
 
 
 class RoundCost(NamedTuple):
@@ -17,14 +17,14 @@ class RoundCost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LatencyModel:
+class RoundPredictor:
     """Predicts the rounds of a batch in which every row is the wave's mean request.
 
     Args:
         rows: rows in the batch.
         generated: tokens that each row has generated so far.
-        sampled: whether tokens are sampled. Noise then takes time for every token but those of
-            prompt lookup (`ngram`), which has no distribution to sample from.
+        sampled: whether tokens are sampled, which takes additional time for every token but those
+            of prompt lookup (`ngram`), which has no distribution to sample from.
         min_verify_width: tokens per row that a verification is padded to (`--strict`).
     """
 
@@ -49,24 +49,24 @@ class LatencyModel:
 
     def _verification(self, gamma: int) -> RoundCost:
         width = max(gamma + 1, self.min_verify_width)
-        size = self.profile.account
+        size = self.profile.model_size
         bytes_read = size.weights_read() + self._kv_entries_read() * size.kv_read()
         seconds = self._step_s(
-            self.profile.full, bytes_read, width=width, attended=self._kv_entries_attended()
+            self.profile.latency, bytes_read, width=width, attended=self._kv_entries_attended()
         )
-        return RoundCost(seconds + (gamma + 1) * self._noise_s, bytes_read)
+        return RoundCost(seconds + (gamma + 1) * self._sampling_s, bytes_read)
 
     def _draft_step(self, calibrated: CalibratedDraft) -> RoundCost:
         draft = calibrated.draft
         if draft.policy == "ngram":
-            return RoundCost(self._step_s(calibrated.cost, 0.0, width=1, attended=0.0), 0.0)
-        size = calibrated.pair or self.profile.account
+            return RoundCost(self._step_s(calibrated.latency, 0.0, width=1, attended=0.0), 0.0)
+        size = calibrated.second_model or self.profile.model_size
         weight_bytes = size.weights_read(
-            None if calibrated.pair else draft,
+            None if calibrated.second_model else draft,
             self.rows,
-            self.profile.union_of(draft, self.rows),
+            self.profile.union_fraction(draft, self.rows),
         )
-        if draft.policy == "full" and not calibrated.pair:  # its cache is the full model's
+        if draft.policy == "full" and not calibrated.second_model:  # its cache is the full model's
             entries_read = self._kv_entries_read()
             attended = self._kv_entries_attended()
         else:
@@ -75,19 +75,21 @@ class LatencyModel:
             entries_read = self.rows * (kept_visual + self._text_entries)
             attended = entries_read
         bytes_read = weight_bytes + entries_read * size.kv_read(draft)
-        seconds = self._step_s(calibrated.cost, bytes_read, width=1, attended=attended)
-        return RoundCost(seconds + self._noise_s, bytes_read)
+        seconds = self._step_s(calibrated.latency, bytes_read, width=1, attended=attended)
+        return RoundCost(seconds + self._sampling_s, bytes_read)
 
-    def _step_s(self, cost: Cost, bytes_read: float, *, width: int, attended: float) -> float:
+    def _step_s(
+        self, latency: LatencyModel, bytes_read: float, *, width: int, attended: float
+    ) -> float:
         """Seconds of a step of `width` tokens per row, each of which attends to the same
         entries."""
         byte_s = bytes_read / self.profile.device.bandwidth
-        return cost.seconds(byte_s, self.rows * width, attended * width)
+        return latency.seconds(byte_s, self.rows * width, attended * width)
 
     @property
-    def _noise_s(self) -> float:
+    def _sampling_s(self) -> float:
         """Seconds that sampling adds to one token of every row."""
-        return self.rows * self.profile.noise if self.sampled else 0.0
+        return self.rows * self.profile.sampling_s_per_token if self.sampled else 0.0
 
     @property
     def _text_entries(self) -> float:

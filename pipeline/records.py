@@ -1,7 +1,11 @@
-"""The records that travel through the pipeline, and who fills them: the command line
-(`FrameOptions`), the manifest (`InputRow`), the probe (`VideoInfo`), the plan (`FramePlan`, `Wave`),
-the frames stage (`Frames`). A failure of one request is a `RequestError` with one of the output
-contract's codes; a `UsageError` ends a run before it starts (exit code 2)."""
+"""The records that pass between the stages of the pipeline, in the order in which they are filled:
+the command line (`FrameOptions`), the manifest (`InputRow`, `PendingRequest`), the probe
+(`VideoInfo`), the plan (`FramePlan`, `PlannedRequest`, `Wave`), the frames stage (`Frames`), the
+driver (`CompletedRequest`, `RunSnapshot`).
+
+A failure of one request is a `RequestError` with one of the output contract's codes. A `UsageError`
+ends a run before it starts (exit code 2), a `RunError` ends a running one (exit code 1).
+"""
 
 from __future__ import annotations
 
@@ -41,12 +45,12 @@ RESUME_HINT = "what is finished is written, and the same command resumes"
 
 
 class UsageError(Exception):
-    """Configuration or input is wrong; the message is one sentence that names what and where."""
+    """The configuration or the input is wrong. The message is one sentence: what, and where."""
 
 
 class RunError(Exception):
-    """A run ends before its time (exit code 1); what is written stays, and a rerun resumes. One
-    sentence says why."""
+    """A run ends early (exit code 1). What is written stays, and a rerun resumes. The message is
+    one sentence: the reason."""
 
 
 def _frame_flag(default: Any, text: str) -> Any:
@@ -99,9 +103,13 @@ class FrameOptions:
 
 @dataclass(frozen=True)
 class InputRow:
-    """One question about one video, as the input has it. `columns` are the manifest's own, carried
-    to the output; `given_id` is the manifest's own `request_id`; `occurrence` counts equal rows,
-    from 0."""
+    """One prompt about one video, as the input has it.
+
+    Args:
+        columns: the manifest's columns, which are carried to the output.
+        given_id: the manifest's own `request_id`, if it has one.
+        occurrence: number of equal rows before this one.
+    """
 
     video_uri: str
     prompt: str
@@ -112,34 +120,33 @@ class InputRow:
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What the container's headers say. Sizes as displayed (after rotation); `exact` where `frames`
-    can be trusted."""
+    """What a container's headers say."""
 
     uri: str
     size_bytes: int
-    version: str  # ETag, or mtime; changes when the file does
+    version: str  # ETag or mtime; changes when the file does
     container: str
     codec: str
     duration: float  # s
     start: float  # s, first presentation time
     frames: int
-    exact: bool
+    exact: bool  # whether `frames` comes from an intact index; else it is an upper bound
     fps: float  # average
-    height: int
+    height: int  # as displayed, after the rotation
     width: int
-    rotation: int  # degrees, counter-clockwise, as the display matrix has it: 0, 90, 180, 270
+    rotation: int  # degrees counter-clockwise, from the display matrix: 0, 90, 180 or 270
 
 
 @dataclass(frozen=True)
 class FramePlan:
-    """Which moments are decoded, and to which size; fixed before a frame is decoded."""
+    """Which times of a video are decoded, and to which size. Fixed before a frame is decoded."""
 
-    times: tuple[float, ...]  # s, presentation time from the start of the stream, ascending
+    times: tuple[float, ...]  # s, presentation times from the start of the stream, ascending
     height: int
     width: int
-    fps: float  # frames per second of the sample
+    fps: float  # sampled frames per second
     tokens: int  # visual tokens
-    windows: int = 1  # whose moments these are, where neighbours are decoded in one pass
+    windows: int = 1  # number of neighbouring windows that are decoded in one pass
 
 
 @dataclass(frozen=True)
@@ -147,55 +154,61 @@ class Frames:
     """Decoded and resized frames of one video."""
 
     pixels: np.ndarray  # (T, height, width, 3) uint8, RGB
-    pts: tuple[float, ...]  # s, of the frames that were found
+    pts: tuple[float, ...]  # s, presentation times of the decoded frames
     fps: float  # sampled
     frames_lost: int
     rotation: int
     decoder: str
-    frame_indices: tuple[
-        int, ...
-    ] = ()  # per planned moment the number of its frame, -1 where it is lost
+    # per planned time, the index of its frame; -1 if the frame is lost
+    frame_indices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """A request whose context length is known: `context` is prompt and visual tokens together."""
+    """A request whose video was probed and whose context length is known.
+
+    Args:
+        context: tokens of the prompt, visual ones included.
+        window: start and end in seconds of the part of the video that the request is about; None
+            for what `FrameOptions` select.
+    """
 
     request_id: str
     input_row: InputRow
     info: VideoInfo
     frame_plan: FramePlan
     context: int
-    window: tuple[float, float] | None = (
-        None  # s, start and end of the part that it is about; None: what was chosen
-    )
+    window: tuple[float, float] | None = None
 
     @property
     def frames_key(self) -> str:
-        """Names what requests that share frames have in common; no URI holds a NUL."""
+        """Equal for requests that share frames. A NUL separates the parts, since no URI has
+        one."""
         if self.window is None:
             return self.info.uri
         return f"{self.info.uri}\0{self.window[0]:.6f}-{self.window[1]:.6f}"
 
     def failed(self, error: RequestError) -> FailedRequest:
+        """This request as one that fails before its frames are decoded."""
         pending = PendingRequest(self.request_id, self.input_row, self.window)
         return FailedRequest(pending, error, self.info)
 
 
 @dataclass(frozen=True)
 class DraftOption:
-    """One way to decode a wave, and what is expected of it.
+    """One way to decode a wave, and what is predicted of it.
 
     Args:
         draft: None decodes densely.
+        slots: rows that decode at a time.
         acceptance: a, the probability that a drafted token is accepted if those before it are.
-        bytes_per_token: read per written token.
-        speedup_bound: how much faster than the dense loop's those bytes allow.
-        seconds_per_request: request: decoding, selection, gather, a second model's prefill.
-        speedup: the dense loop's seconds over these.
-        row_round_s: of a round, each row's share, before any correction by what was seen.
-        row_draft_token_s: that a drafted token more would add to it.
-        memory: bytes by what they are for, at `slots` × the longest request.
+        bytes_per_token: bytes read per generated token.
+        speedup_bound: speedup over dense decoding if only these bytes took time.
+        seconds_per_request: decoding, KV selection, gather and a second model's prefill.
+        speedup: predicted, over dense decoding.
+        row_round_s: seconds of a round, per row, without the history's correction.
+        row_draft_token_s: seconds, per row, by which one more drafted token makes a round longer.
+        memory: (purpose, bytes) for `slots` × the wave's longest request.
         gamma_schedule: γ of each round; None: the draft's own γ throughout.
     """
 
@@ -213,7 +226,7 @@ class DraftOption:
 
     @property
     def widest_draft(self) -> Draft | None:
-        """The draft with the largest γ that any of its rounds may have."""
+        """The draft with the largest γ that any of its rounds can have."""
         if self.draft is None or self.gamma_schedule is None:
             return self.draft
         return replace(self.draft, gamma=max(self.draft.gamma, self.gamma_schedule.max_gamma))
@@ -221,21 +234,31 @@ class DraftOption:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine decodes: what drafts (None decodes densely), in how many slots, and how much in
-    which round. The last may change on the way: setups that differ in nothing else are alike."""
+    """How an engine decodes.
 
-    draft: Draft | None  # with the largest γ that any round may have
+    Configurations that differ in the γ schedule only are equal: an engine changes its schedule
+    without waiting for its rows to finish.
+
+    Args:
+        draft: with the largest γ that any round can have; None decodes densely.
+        max_num_seqs: slots.
+    """
+
+    draft: Draft | None
     max_num_seqs: int
     gamma_schedule: GammaSchedule | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class Wave:
-    """What an engine is handed: requests of like context length, in the order in which they enter
-    its slots.
+    """What an engine gets at once: requests of similar context length, in the order in which they
+    enter its slots.
 
-    Args: max_num_seqs: slots. draft: what drafts; None decodes densely. options: the ways that were
-        weighed, the chosen one first, the others by what is expected of them.
+    Args:
+        max_num_seqs: slots.
+        draft: None decodes densely.
+        options: the ways that the planner compared, the chosen one first, the others by predicted
+            time.
     """
 
     requests: tuple[PlannedRequest, ...]
@@ -245,7 +268,7 @@ class Wave:
 
     @property
     def gamma_schedule(self) -> GammaSchedule | None:
-        """γ of each round, where that is not the draft's own throughout."""
+        """γ of each round; None: the draft's own γ throughout."""
         return self.options[0].gamma_schedule if self.options else None
 
     @property
@@ -256,9 +279,13 @@ class Wave:
 
 @dataclass(frozen=True)
 class CompletedRequest:
-    """What a row is made of. `frames` is None where they failed; `attempts` counts the engines that
-    the request was handed to or, where there was none, the tries to decode it; `draft` is the last
-    engine's."""
+    """A request that was handed to an engine, or whose frames could not be decoded.
+
+    Args:
+        frames: without pixels; None if decoding failed.
+        attempts: number of engines that got the request or, if none did, of attempts to decode it.
+        draft: of the last engine.
+    """
 
     request: PlannedRequest
     frames: Frames | None
@@ -269,8 +296,12 @@ class CompletedRequest:
 
 @dataclass(frozen=True)
 class PendingRequest:
-    """A request that has no row yet; `window` (s) where it is about a part of a long video, whose
-    headers were read already to know how many there are."""
+    """A request that has no row yet.
+
+    Args:
+        window: as in `PlannedRequest`. The number of a video's windows depends on its duration, so
+            `info` is known too where there are windows.
+    """
 
     request_id: str
     input_row: InputRow
@@ -280,8 +311,8 @@ class PendingRequest:
 
 @dataclass(frozen=True)
 class FailedRequest:
-    """A request that is known to fail before a frame is decoded; `info` is None where the video
-    could not be read."""
+    """A request that fails before its frames are decoded. `info` is None if the video could not be
+    probed."""
 
     pending: PendingRequest
     error: RequestError
@@ -292,7 +323,7 @@ class FailedRequest:
         return self.pending.request_id
 
 
-ProbedRequest = PlannedRequest | FailedRequest
+ProbedRequest = PlannedRequest | FailedRequest  # what planning a `PendingRequest` gives
 
 
 @dataclass(frozen=True)

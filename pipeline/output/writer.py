@@ -202,7 +202,7 @@ class OutputWriter:
         else:
             self.close()
 
-    # --- commits -----------------------------------------------------------------------------------
+    # --- commits ---------------------------------------------------------------------------------
 
     def _flush(self, buffer: _Buffer) -> None:
         if not buffer.rows:
@@ -247,7 +247,7 @@ class OutputWriter:
             self._lease.check()
             self._output.put(file, data)
 
-    # --- removals ----------------------------------------------------------------------------------
+    # --- removals --------------------------------------------------------------------------------
 
     def _remove_replaced(self, replaces: Sequence[bytes]) -> None:
         """Removes the parts of which no row counts any longer."""

@@ -77,8 +77,8 @@ class Capacity:
             remedy = "lower fps, max_frames, max_pixels, total_pixels or --max-tokens"
         device = self.profile.device
         return (
-            f"a request of {request.context} tokens needs {peak_memory(needed) / 1e9:.1f} GB alone, "
-            f"{needed[largest] / 1e9:.1f} of them for {largest.replace('_', ' ')}, "
+            f"a request of {request.context} tokens needs {peak_memory(needed) / 1e9:.1f} GB "
+            f"alone, {needed[largest] / 1e9:.1f} of them for {largest.replace('_', ' ')}, "
             f"and {device.name} can give {USABLE_MEMORY * device.memory / 1e9:.1f}: "
             f"{remedy} would help"
         )

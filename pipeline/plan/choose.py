@@ -90,7 +90,7 @@ class DraftPlanner:
             chosen = self._with_gamma_schedule(chosen, wave, allow_dense=not explores)
         return (chosen, *others)
 
-    # --- prediction --------------------------------------------------------------------------------
+    # --- prediction ------------------------------------------------------------------------------
 
     def predict(self, calibrated: CalibratedDraft | None, wave: WaveSummary) -> DraftOption | None:
         """What to expect of a draft, or of dense decoding; None if not a single slot fits."""
@@ -163,7 +163,7 @@ class DraftPlanner:
             min_verify_width=self.config.strict,
         )
 
-    # --- acceptance --------------------------------------------------------------------------------
+    # --- acceptance ------------------------------------------------------------------------------
 
     def _calibration(self, draft: Draft) -> CalibratedDraft:
         """The calibration of a draft or, failing that, of one that differs in what it keeps only.
@@ -197,7 +197,7 @@ class DraftPlanner:
             )
         )
 
-    # --- γ -----------------------------------------------------------------------------------------
+    # --- γ ---------------------------------------------------------------------------------------
 
     def _best_gamma(self, calibrated: CalibratedDraft, wave: WaveSummary) -> DraftOption | None:
         """A draft with the γ of the least predicted time; None if it fits with no γ."""

@@ -128,7 +128,7 @@ def _histogram(contexts: Sequence[int]) -> dict[str, int]:
     return {str(bound): counts[bound] for bound in sorted(counts)}
 
 
-# --- predictions -------------------------------------------------------------------------------------
+# --- predictions ---------------------------------------------------------------------------------
 
 
 def _predictions(waves: Sequence[Wave], inputs: PlanningInputs) -> dict[str, Any]:

@@ -17,7 +17,8 @@ def table(plan: dict[str, Any], failed: Sequence[FailedRequest]) -> str:
     lines = [
         f"{plan['requests']} requests on {plan['videos']} videos, "
         f"{plan['hours']:.2f} hours of footage, {plan['frames']} frames to decode",
-        f"{plan['context_tokens']} tokens of context, {plan['visual_tokens']} of them visual{bound}",
+        f"{plan['context_tokens']} tokens of context, "
+        f"{plan['visual_tokens']} of them visual{bound}",
         "",
         "context length",
         *_histogram_lines(plan["contexts"]),

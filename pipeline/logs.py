@@ -1,5 +1,7 @@
-"""Logging of this project: every module logs to `logging.getLogger(__name__)`, and a program calls
-`configure` once to write those messages to standard error.
+"""Configuration of this project's log messages.
+
+Every module logs to `logging.getLogger(__name__)`. A program calls `configure` once to write these
+messages to standard error.
 
 Other libraries' loggers keep their own configuration. Without `configure` Python's default
 applies: warnings and errors go to standard error, the rest is dropped.
@@ -16,8 +18,11 @@ LOGGERS = ("pipeline", "std_core", "jobs", "__main__")
 
 
 class StderrHandler(logging.Handler):
-    """Writes messages to the `sys.stderr` of the moment, which `rich` replaces while it draws a
-    progress bar: messages then appear above the bar instead of inside it."""
+    """Writes messages to the current `sys.stderr`.
+
+    `rich` replaces `sys.stderr` while it draws a progress bar. Messages that go there appear above
+    the bar; the original stream would mix them into it.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -42,8 +42,10 @@ class BucketStats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens per forward pass of the full model: the accepted ones and the pass's own. An upper
-        bound of the speed-up over dense decoding."""
+        """Tokens per forward pass of the full model: the accepted ones and the pass's own.
+
+        An upper bound of the speed-up over dense decoding.
+        """
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 1.0
 
     @property
@@ -105,8 +107,14 @@ def _stats(data: ReportData, members: np.ndarray, max_context: int, draft: str) 
 
 
 def _ratio_error(numerators: np.ndarray, denominators: np.ndarray) -> float:
-    """Standard error of sum(numerators) / sum(denominators) over independent rows; 0 if it cannot
-    be estimated."""
+    """Standard error of sum(numerators) / sum(denominators); 0 if it cannot be estimated.
+
+    The ratio estimator's standard error for independent rows.
+
+    Args:
+        numerators: (rows,).
+        denominators: (rows,).
+    """
     count = len(denominators)
     total = denominators.sum()
     if count < 2 or not total:

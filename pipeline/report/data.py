@@ -24,8 +24,7 @@ CLOCK_SKEW = 1.0  # s by which a row's `created_at` may precede the start of its
 
 @dataclass(frozen=True)
 class ReportData:
-    """What a report shows: the rows of the latest job, which is the last run and the runs that it
-    resumed.
+    """The rows and runs of an output's latest job: its last run and the runs that it resumed.
 
     Attributes:
         output: URI of the output, without credentials.

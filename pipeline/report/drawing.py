@@ -1,5 +1,7 @@
-"""Style of a report's plots and their conversion to inline SVG: no script, no reference to anything
-outside, text as text."""
+"""Style of a report's plots, and their conversion to inline SVG.
+
+The SVG contains no script and no reference to anything outside; its text stays text.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,10 @@ STYLE: dict[Any, Any] = {
 
 
 class Drawn(NamedTuple):
-    """A figure with its caption, which says what to look for. Without a figure the caption says why
-    there is none."""
+    """A figure and a caption that says what to look for.
+
+    Without a figure the caption says why there is none.
+    """
 
     caption: str
     figure: Figure | None = None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 def format_number(value: float) -> str:
-    """Three significant digits, or all digits before the decimal point: `0.0123`, `43.5`,
-    `12,346`."""
+    """Three significant digits, or all before the decimal point: `0.0123`, `43.5`, `12,346`."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

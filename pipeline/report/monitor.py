@@ -1,7 +1,6 @@
-"""Monitoring of a run: its rows are counted, shown as progress on standard error, published as
-metrics and summarised in the run's record.
+"""Monitoring of a run: progress on standard error, metrics, and the run's record.
 
-Knows no Ray and decides nothing.
+The monitor imports no Ray and does not influence the run.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ SAVE_INTERVAL = 60.0
 
 
 class RunMonitor:
-    """Receives a run's waves, rows and snapshots, and passes them to the progress display, the
-    metrics and the run's record.
+    """Passes a run's waves, rows and snapshots to its progress display, metrics and record.
 
     A context manager: on exit the last progress line is shown and the record is saved, whether or
     not the run failed.
@@ -56,8 +54,7 @@ class RunMonitor:
         self._last_save = 0.0  # s since the start
 
     def count_requests(self, source: Source[T]) -> Source[T]:
-        """Return the same source of batches of requests, with the requests counted as they are
-        taken."""
+        """Wrap a source of batches of requests, so that the requests are counted when taken."""
         self._state.source = CountingSource(source)
         return self._state.source
 

@@ -78,8 +78,10 @@ def _environment() -> Environment:
 
 
 def _printable(value: Any) -> Any:
-    """Replace control characters, among them those that change the direction of the text around
-    them. Markup is left as it is."""
+    """Replace control characters in text; markup is left as it is.
+
+    They include the characters that change the direction of the text around them.
+    """
     if isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value))

@@ -92,8 +92,7 @@ def _failed_table(data: ReportData) -> Table:
 
 
 def _balanced_by_code(error_rows: pa.Table) -> list[Row]:
-    """At most `MAX_FAILED` rows, as evenly distributed over the codes as possible, sorted by
-    code."""
+    """At most `MAX_FAILED` rows, distributed evenly over the codes and sorted by code."""
     rows_of_code: Counter[str] = Counter()
     candidates = []  # (rank within its code, code, index)
     for index, code in enumerate(error_rows["error_code"].to_pylist()):

@@ -1,5 +1,4 @@
-"""Plots of a report over time and over waves: throughput, utilisation of the engines, context
-lengths."""
+"""Plots of a report over time and waves: throughput, engine utilization, context lengths."""
 
 from __future__ import annotations
 

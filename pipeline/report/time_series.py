@@ -11,8 +11,10 @@ MAX_BINS = 60
 
 
 def bin_edges(data: ReportData) -> np.ndarray:
-    """Edges of equal time bins in seconds since the start, (bins + 1,). No bin is shorter than a
-    second, provided that the run was not."""
+    """Edges of equal time bins in seconds since the start, (bins + 1,).
+
+    No bin is shorter than a second, unless the whole job is.
+    """
     bins = int(np.clip(data.total_seconds, 1, MAX_BINS))
     return np.linspace(0.0, data.total_seconds, bins + 1)
 

@@ -18,7 +18,8 @@ from pipeline.report.runs import read_runs
 SCRIPT = ROOT / "jobs" / "report.py"
 
 
-def report(*words: str) -> subprocess.CompletedProcess[str]:
+def run_report(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `jobs/report.py` with these words as its command line."""
     return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
 
 
@@ -60,29 +61,34 @@ def test_a_run_into_a_bucket_and_its_report(
     (wave,) = run.waves
     assert wave.requests == 6
     assert (wave.min_context, wave.max_context) == (min(contexts), max(contexts))
-    done = report("--output", f"{s3.bucket}/out", "--price-per-hour", "3.5")
+    done = run_report("--output", f"{s3.bucket}/out", "--price-per-hour", "3.5")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told == {"report": f"{s3.bucket}/out/_report.html", "rows": 7, "errors": 1}
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == {"report": f"{s3.bucket}/out/_report.html", "rows": 7, "errors": 1}
     assert done.stderr.startswith("6 of 7 requests answered in ")
     key = {"Bucket": s3.bucket.removeprefix("s3://"), "Key": "out/_report.html"}
     page = s3.client().get_object(**key)["Body"].read().decode()
-    assert "<script" not in page and "&lt;script&gt;alert(1)&lt;script&gt;.mp4" in page
-    assert page.count("<svg") == 7  # all but the speed-up, for which nothing was decoded densely
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;script&gt;.mp4" in page
+    # all plots but the speed-up: no row was decoded densely
+    assert page.count("<svg") == 7
 
 
-def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path) -> None:
-    for words, named in (
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
         ([], "--output is missing"),
-        (["--output", str(tmp_path / "nowhere")], "nowhere"),
-        (["--output", str(tmp_path), "--price-per-hour", "-1"], "--price-per-hour"),
-        (["--output", str(tmp_path), "--prise-per-hour", "1"], "--price-per-hour"),
-    ):
-        done = report(*words)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert (
-            done.stderr.startswith("report.py: ")
-            and named in done.stderr
-            and done.stderr.count("\n") == 1
-        )
+        (["--output", "{folder}/nowhere"], "nowhere"),
+        (["--output", "{folder}", "--price-per-hour", "-1"], "--price-per-hour"),
+        (["--output", "{folder}", "--prise-per-hour", "1"], "--price-per-hour"),
+    ],
+)
+def test_a_usage_error_is_one_sentence_on_standard_error(
+    words: list[str], named: str, tmp_path: Path
+) -> None:
+    done = run_report(*(word.format(folder=tmp_path) for word in words))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("report.py: ")
+    assert named in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())

@@ -8,10 +8,12 @@ from html.parser import HTMLParser
 
 
 class ParsedHtml(HTMLParser):
-    """Attributes:
-    tags: Tag → number of elements.
-    attributes: (tag, name, value) of every attribute.
-    texts: The text between two tags, for every pair of neighbouring tags.
+    """Tags, attributes and texts of a page.
+
+    Attributes:
+        tags: Tag → number of elements.
+        attributes: (tag, name, value) of every attribute.
+        texts: The text between two tags, for every pair of neighbouring tags.
     """
 
     def __init__(self, html: str):

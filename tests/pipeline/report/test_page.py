@@ -276,8 +276,11 @@ def test_a_browser_shows_every_plot_and_requests_nothing_else(
 
 
 def _browse(browser: str, port: int, folder: Path) -> tuple[str, Path]:
-    """The page's DOM and a screenshot. Every host name resolves to the server under test, so a
-    request of the page to anywhere is noticed."""
+    """The page's DOM and a screenshot.
+
+    Every host name resolves to the test's server, which therefore receives all requests of the
+    page.
+    """
     screenshot = folder / "page.png"
     command = [
         browser,

@@ -21,8 +21,7 @@ from tests.pipeline.report.stub_data import START, data_of, row, run_of
 def test_utilization_is_at_most_1_and_no_work_is_lost(
     rows: list[tuple[float, float, float]], engines: int
 ) -> None:
-    """Where the time before each row suffices for its work. `rows`: pause, prefill and decoding
-    in seconds."""
+    # rows: seconds of pause, prefill and decoding; so the time before a row suffices for its work
     table = []
     elapsed = 0.0
     for number, (pause, prefill, decode) in enumerate(rows):

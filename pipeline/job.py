@@ -9,7 +9,6 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from pipeline.plan.capacity import Capacity
 from pipeline.plan.dryrun import PlanningInputs
 from pipeline.plan.history import History
 from pipeline.plan.pool import RequestPool, split_by_capacity
-from pipeline.plan.profile_file import profile_for, sparse_mode_objection
+from pipeline.plan.profile_file import ProfileSource, sparse_mode_objection
 from pipeline.plan.settings import wave_config_of
 from pipeline.plan.waves import plan
 from pipeline.records import (
@@ -129,12 +128,14 @@ def plan_job(job: Job, default_prompt: str) -> int:
     return 0
 
 
+def profile_source(job: Job, facts: JobFacts) -> ProfileSource:
+    return ProfileSource(job.profile, facts.revision, job.dtype, facts.model_size)
+
+
 def planning_inputs(job: Job, facts: JobFacts) -> PlanningInputs:
     """The device profile and the wave configuration of a job. Raises UsageError for a profile that
     cannot be read or belongs to another model, precision or device."""
-    profile = profile_for(
-        job.profile, facts.revision, job.dtype, facts.model_size, device=facts.device
-    )
+    profile = profile_source(job, facts).on(facts.device)
     draft = draft_of(job)
     if (
         job.mode == "sparse"
@@ -182,7 +183,6 @@ def run_job(
         wait_for_output(output)  # while the survey process loads
         facts = surveyor.facts
         config = planning_inputs(job, facts).config  # a wrong profile is refused here
-        profile_on = partial(profile_for, job.profile, facts.revision, job.dtype, facts.model_size)
         options: dict[str, Any] = {
             "retry_failed": job.retry_failed,
             "rows_per_part": job.rows_per_part,
@@ -197,7 +197,7 @@ def run_job(
                 found,
                 on_failed=recorder.failed,
                 on_wave=monitor.record_wave,
-                profile_on=profile_on,
+                profile_on=profile_source(job, facts).on,
                 config=config,
             )
             decoded = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipeline import storage
 from pipeline.records import RequestError, UsageError
@@ -29,38 +29,47 @@ def read_profile(uri: str) -> Profile:
         raise UsageError(f"--profile {uri!r} {error}; jobs/calibrate.py writes one") from error
 
 
-def profile_for(uri: str, revision: str, dtype: str, size: ModelSize, device: Device) -> Profile:
-    """The profile of a model on a device: calibrated or, without a file, from data sheets.
+@dataclass(frozen=True)
+class ProfileSource:
+    """The profiles of a job's model: one file or, without it, published figures.
 
     Args:
         uri: of a profile file; empty if none was given.
         revision: of the model's checkpoint.
-        device: of this machine. The profile may be of another kind of device (`cpu`, `cuda`): a
-            driver without a GPU plans for engines with one.
-
-    Raises:
-        UsageError: the profile cannot be read, or is of another version, model, precision or
-            device.
     """
-    if not uri:
-        return estimated_profile(device, size, revision, dtype)
-    profile = read_profile(uri)
-    if difference := _difference(profile, revision, dtype, device):
-        raise UsageError(
-            f"--profile {uri!r} is {difference}: jobs/calibrate.py measures what is at hand"
-        )
-    return profile
 
+    uri: str
+    revision: str
+    dtype: str
+    model_size: ModelSize
 
-def _difference(profile: Profile, revision: str, dtype: str, device: Device) -> str:
-    """How a profile differs from what it is needed for, as a clause; empty if it does not."""
-    if profile.model != revision:
-        return f"of model {profile.model}, not {revision}"
-    if profile.dtype != dtype:
-        return f"of {profile.dtype}, not {dtype}"
-    if profile.device.kind == device.kind and profile.device.name != device.name:
-        return f"of {profile.device.name}, this is {device.name}"
-    return ""
+    def on(self, device: Device) -> Profile:
+        """The profile to plan with on a device. A calibrated one may be of another kind of device
+        (`cpu`, `cuda`): a driver without a GPU plans for engines with one.
+
+        Raises:
+            UsageError: the profile cannot be read, or is of another version, model, precision or
+                device.
+        """
+        if not self.uri:
+            return estimated_profile(device, self.model_size, self.revision, self.dtype)
+        profile = read_profile(self.uri)
+        if difference := self._difference(profile, device):
+            raise UsageError(
+                f"--profile {self.uri!r} is {difference}: jobs/calibrate.py measures what is at "
+                "hand"
+            )
+        return profile
+
+    def _difference(self, profile: Profile, device: Device) -> str:
+        """How a profile differs from what is needed, as a clause; empty if it does not."""
+        if profile.model != self.revision:
+            return f"of model {profile.model}, not {self.revision}"
+        if profile.dtype != self.dtype:
+            return f"of {profile.dtype}, not {self.dtype}"
+        if profile.device.kind == device.kind and profile.device.name != device.name:
+            return f"of {profile.device.name}, this is {device.name}"
+        return ""
 
 
 def sparse_mode_objection(profile: Profile, draft: Draft) -> str | None:

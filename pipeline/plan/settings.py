@@ -52,21 +52,24 @@ def wave_config_of(job: Job, draft: Draft | None, sampled_by_default: bool = Fal
             `std`, and none of `--gamma`, `--keep` and `--k` is given.
         sampled_by_default: whether the checkpoint samples where the job gives no temperature.
     """
-    overrides = (job.gamma, job.keep, job.k)
-    chooses = job.draft == "auto" and job.mode == "std" and overrides == (None, None, None)
     return WaveConfig(
         job.max_num_seqs,
         job.max_tokens,
-        draft="auto" if chooses else draft,
+        draft="auto" if _planner_chooses(job) else draft,
         default=draft or STANDARD_DRAFT,
         strict=job.strict,
         sampling_mode=_sampling_mode(job, sampled_by_default),
     )
 
 
+def _planner_chooses(job: Job) -> bool:
+    if job.draft != "auto" or job.mode != "std":
+        return False
+    return job.gamma is None and job.keep is None and job.k is None
+
+
 def _sampling_mode(job: Job, sampled_by_default: bool) -> SamplingMode:
-    sampled = sampled_by_default if job.temperature is None else job.temperature != 0
-    if not sampled:
+    if job.temperature == 0 or (job.temperature is None and not sampled_by_default):
         return "greedy"
     return "fresh" if job.seed is None else "seeded"
 

@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
     if flags.dtype not in ("float32", "bfloat16"):
         raise UsageError(f"--dtype is {flags.dtype!r}: float32 or bfloat16 is needed")
     from jobs.calibration import measure
+    from jobs.suites.shared.flags import parse_drafts, parse_numbers
 
     began = time.monotonic()
     torch.set_num_threads(flags.threads)
@@ -70,12 +71,12 @@ def main(argv: list[str]) -> int:
         flags.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         flags.dtype,
         measure.Grid(
-            measure.parse_numbers("contexts", flags.contexts),
-            rows=measure.parse_numbers("rows", flags.rows),
-            drafts=measure.parse_drafts(flags.drafts),
+            parse_numbers("contexts", flags.contexts),
+            rows=parse_numbers("rows", flags.rows),
+            drafts=parse_drafts(flags.drafts),
             tokens=flags.tokens,
             pairs=flags.pairs,
-            texts=flags.retrieval,
+            retrieval=flags.retrieval,
         ),
         flags.threads,
     )

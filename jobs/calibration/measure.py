@@ -1,58 +1,66 @@
-"""What `calibrate.py` measures: a grid of cells, each a batch at a context, in which the dense loop
-and every draft decode in turn; from them the few numbers of a profile."""
+"""What `calibrate.py` measures: over a grid of cells, each a batch at a context, the dense loop and
+every draft decode in turn; their times and acceptance become the parameters of a profile."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from jobs.calibration import retrieval
-from jobs.suites.acceptance import measures, subjects
-from jobs.suites.acceptance.subjects import Subject
-from jobs.suites.shared.paired_timing import Clock, Pair, read_bandwidth
-from pipeline.config import Job, draft_of, model_path
+from jobs.suites.shared import activations, workload
+from jobs.suites.shared.flags import require_device
+from jobs.suites.shared.paired_timing import LoopTimes, PairedLoops
+from jobs.suites.shared.timing import read_bandwidth, wall_seconds
+from jobs.suites.shared.workload import Workload
+from pipeline.config import model_path
 from pipeline.records import UsageError
-from std_core.cost_model.acceptance import AcceptanceCounts, count_accepted_rejected
-from std_core.cost_model.device_specs import local_device
-from std_core.cost_model.model_size import ModelSize
+from std_core.cost_model.account import ModelSize, count_accepted_rejected
+from std_core.cost_model.device_specs import device_at_hand
 from std_core.cost_model.profile import (
+    Accepted,
     CalibratedDraft,
+    Cost,
     Device,
-    DraftSetupLatency,
-    LatencyModel,
-    PredictionSpread,
-    PrefillLatency,
     Profile,
-    RetrievalScore,
-    TimedStep,
-    UnionFraction,
-    fit_non_negative,
+    Retrieved,
+    Step,
+    non_negative,
 )
 from std_core.engine.engine import Engine
 from std_core.model.checkpoint import Checkpoint
 from std_core.types import Draft
 
-WIDTHS = (3, 9)  # tokens a row, of verifications that are timed apart
-BANDWIDTH_GIGABYTES = {"cpu": 2.0, "cuda": 8.0}  # that the bandwidth is measured over
-SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices of which the peak is taken
-SIZES = (1, 2, 4, 8)  # batches whose u_B is measured
-LONG = 4  # answers that a caption is as long as
-WARM = 1  # pairs of segments before those that count
-PLAIN = Draft("full", gamma=1)  # seats rows and selects nothing
+VERIFICATION_WIDTHS = (3, 9)  # tokens per row, of verifications that no draft of the grid has
+BANDWIDTH_GIGABYTES = {"cpu": 2.0, "cuda": 8.0}  # read in each repetition
+BANDWIDTH_REPEATS = 6
+MATRIX_SIDES = {"cpu": 1024, "cuda": 8192}  # of the products whose FLOP/s are measured
+MATRIX_REPEATS = 5
+UNION_BATCHES = (1, 2, 4, 8)  # whose u_B is measured
+CAPTION_FACTOR = 4  # tokens of a caption over those of an answer
+WARMUP_PAIRS = 1
+SCENES = 12  # of a clip
+DENSE = Draft("full", gamma=1)  # selects nothing
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured. tokens: of a segment, per row, and of an answer, of which a caption has
-    `LONG` times as many; pairs: of segments in each cell; texts: of each context, at the least;
-    retrieval: whether drafts are tried without verification too."""
+    """What is measured.
+
+    Args:
+        contexts: tokens of a prompt; of a Video-LLM, visual tokens.
+        rows: batch sizes.
+        tokens: per row of a timed segment, and of an answer.
+        pairs: of segments in each cell.
+        texts: of each context, at least.
+        retrieval: whether drafts are also tried without verification.
+    """
 
     contexts: list[int]
     rows: list[int]
@@ -62,311 +70,328 @@ class Grid:
     texts: int = 8
     retrieval: bool = False
 
+    @property
+    def tokens_per_row(self) -> int:
+        """Room for all segments of a row; a drafted segment may exceed `tokens` by γ + 1."""
+        widest = max(draft.gamma for draft in self.drafts) + 1
+        return (self.pairs + WARMUP_PAIRS) * (2 * self.tokens + widest) + 2
+
+
+class SizedTime(NamedTuple):
+    """Seconds of a request's prefill, vision or selection, and the tokens they are for."""
+
+    tokens: float
+    seconds: float
+
 
 @dataclass
-class _Found:
-    """What the cells have shown so far. Times in seconds."""
+class Measurements:
+    """What the cells have shown so far; times in seconds.
 
-    full: list[TimedStep] = field(default_factory=list)
-    steps: dict[Draft, list[TimedStep]] = field(default_factory=dict)
-    once: dict[Draft, list[tuple[float, float]]] = field(
-        default_factory=dict
-    )  # (context, of a request)
-    acceptance: dict[Draft, list[AcceptanceCounts]] = field(default_factory=dict)
-    retrieved: dict[Draft, list[RetrievalScore]] = field(default_factory=dict)
-    noise: list[float] = field(default_factory=list)  # of a drawn token
-    prefill: list[tuple[float, float]] = field(default_factory=list)  # (context, of a request)
-    vision: list[tuple[float, float]] = field(default_factory=list)  # (visual tokens, of a request)
+    Args:
+        full_steps: of the full model, dense steps and verifications.
+        draft_steps: of each draft.
+        one_time: of each draft, the time per request beyond a dense prefill.
+        noise: time that a sampled token takes longer than a greedy one.
+        prefill, vision: per request.
+    """
+
+    full_steps: list[Step] = field(default_factory=list)
+    draft_steps: dict[Draft, list[Step]] = field(default_factory=dict)
+    one_time: dict[Draft, list[SizedTime]] = field(default_factory=dict)
+    acceptance: dict[Draft, list[Accepted]] = field(default_factory=dict)
+    retrieved: dict[Draft, list[Retrieved]] = field(default_factory=dict)
+    noise: list[float] = field(default_factory=list)
+    prefill: list[SizedTime] = field(default_factory=list)
+    vision: list[SizedTime] = field(default_factory=list)
 
 
 def measure_profile(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Profile:
-    """A profile of this device and model.
+    """Calibrate this device and model.
 
     Raises:
-        UsageError: there is no such model or device, or the grid goes beyond its window.
+        UsageError: there is no such model or device, or the grid exceeds the model's window.
     """
-    if device != "cpu" and not torch.cuda.is_available():
-        raise UsageError(f"--device {device}: this machine has none")
+    require_device(device)
     with tempfile.TemporaryDirectory() as folder:  # of a tiny model
-        engine = subjects.engine_of(model, Path(folder), threads, dtype=dtype, device=device)
-    here = measured_device(device, dtype)
-    found = _Found()
-    model_size = engine.checkpoint.model_size(dtype)
-    room = (grid.pairs + WARM) * (
-        2 * grid.tokens + max(d.gamma for d in grid.drafts) + 1
-    ) + 2  # some write more
-    if max(grid.contexts) + room > engine.checkpoint.max_model_len:
+        engine = workload.load_engine(model, Path(folder), threads, dtype=dtype, device=device)
+    if max(grid.contexts) + grid.tokens_per_row > engine.checkpoint.max_model_len:
         raise UsageError(f"--contexts {max(grid.contexts)} is beyond the model's window")
+    measured_device = measure_device(device, dtype)
+    calibration = Calibration(engine, grid, engine.checkpoint.account(dtype), measured_device)
     for context in grid.contexts:
-        count = max(grid.texts, *grid.rows)
-        asked = subjects.subject(
-            engine.checkpoint, context, range(count), room, step=0, scenes=(12,)
-        )
-        known = replace(engine, prefixes=subjects.prefix_store(engine, count))
-        _prompts(known, asked, found)
-        for rows in grid.rows:
-            _cell(
-                replace(known, max_num_seqs=rows), grid, asked, model_size, here=here, found=found
-            )
-        _accepted(replace(known, max_num_seqs=max(grid.rows)), grid, asked, found)
-        if grid.retrieval:
-            for draft, one in retrieval.measured(
-                engine, [d for d in grid.drafts if d.supports_unverified], context
-            ).items():
-                found.retrieved.setdefault(draft, []).append(one)
-    tried = tuple(_tried(draft, found, _pair(draft, dtype)) for draft in grid.drafts)
-    full = LatencyModel.fit(found.full)
-    return Profile(
-        here,
-        model=engine.checkpoint.revision,
-        dtype=dtype,
-        model_size=model_size,
-        latency=full,
-        prefill=_prefill(found.prefill),
-        vision_s_per_token=sum(s for _, s in found.vision)
-        / max(1.0, sum(tokens for tokens, _ in found.vision)),
-        drafts=tried,
-        union_fractions=_unions(engine, grid),
-        spread=PredictionSpread(1 / (1 + full.residual.p90), 1 + full.residual.p90),
-        sampling_s_per_token=max(0.0, statistics.median(found.noise)),
+        calibration.measure_context(context)
+    return calibration.profile(dtype)
+
+
+def measure_device(device: str, dtype: str) -> Device:
+    """This machine's device with its measured read bandwidth and FLOP/s of matrix products."""
+    known = device_at_hand(device)
+    side = MATRIX_SIDES[known.kind]
+    matrix = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
+    product_s = min(wall_seconds(lambda: matrix @ matrix, device) for _ in range(MATRIX_REPEATS))
+    bandwidth = read_bandwidth(
+        BANDWIDTH_GIGABYTES[known.kind] * 1e9, times=BANDWIDTH_REPEATS, device=device
     )
+    return replace(known, bandwidth=bandwidth, flops=2 * side**3 / product_s)
 
 
-def costs_by_draft(profile: Profile) -> dict[str, LatencyModel]:
-    """By what they are of, for people."""
-    named = {f"{t.draft.policy} {t.draft.weights}": t.latency for t in profile.drafts}
-    return {"full": profile.latency, **named}
+def costs_by_draft(profile: Profile) -> dict[str, Cost]:
+    """The fitted costs by name, for the summary."""
+    drafts = {f"{t.draft.policy} {t.draft.weights}": t.cost for t in profile.drafts}
+    return {"full": profile.full, **drafts}
 
 
-def retrieval_by_draft(profile: Profile) -> dict[str, tuple[RetrievalScore, ...]]:
-    """By the draft that wrote alone, for people."""
+def retrieval_by_draft(profile: Profile) -> dict[str, tuple[Retrieved, ...]]:
+    """The retrieval tests by name, for the summary; drafts without one are left out."""
     return {
-        f"{t.draft.policy} {t.draft.weights}": t.retrieval_scores
-        for t in profile.drafts
-        if t.retrieval_scores
+        f"{t.draft.policy} {t.draft.weights}": t.retrieved for t in profile.drafts if t.retrieved
     }
 
 
-def parse_numbers(name: str, text: str) -> list[int]:
-    """Of a flag that lists them with commas. Raises UsageError."""
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise UsageError(
-            f"--{name} is {text!r}: whole numbers above 0 are needed, with commas between them"
+# ------------------------------------------------------------------------------------------ a model
+
+
+class Calibration:
+    """Measures one context after another and fits a profile to all of them."""
+
+    def __init__(self, engine: Engine, grid: Grid, size: ModelSize, device: Device):
+        self.engine = engine
+        self.grid = grid
+        self.size = size
+        self.device = device
+        self.measured = Measurements()
+
+    def measure_context(self, context: int) -> None:
+        """All batches and drafts at one context; its texts or clips are prefilled once."""
+        grid = self.grid
+        texts = max(grid.texts, *grid.rows)
+        whole = workload.build_workload(
+            self.engine.checkpoint,
+            context,
+            range(texts),
+            grid.tokens_per_row,
+            stagger=0,
+            scene_counts=(SCENES,),
         )
-    return [int(word) for word in words]
+        prefixes = workload.empty_prefix_store(self.engine, texts)
+        engine = replace(self.engine, prefixes=prefixes)
+        self._measure_prefill(engine, whole)
+        for rows in grid.rows:
+            captions = workload.requests_of_kind(whole, "caption")[:rows]
+            cell = Cell(
+                replace(engine, max_num_seqs=rows),
+                replace(whole, requests=captions),
+                self.size,
+                self.device.bandwidth,
+            )
+            self._measure_cell(cell)
+        self._measure_acceptance(replace(engine, max_num_seqs=max(grid.rows)), whole)
+        if grid.retrieval:
+            drafts = [draft for draft in grid.drafts if draft.stands_alone]
+            for draft, result in retrieval.measure_retrieval(self.engine, drafts, context).items():
+                self.measured.retrieved.setdefault(draft, []).append(result)
+
+    def profile(self, dtype: str) -> Profile:
+        """The fitted profile."""
+        measured = self.measured
+        full = Cost.fit(measured.full_steps)
+        worst = 1 + full.residual[1]
+        vision_tokens = sum(time.tokens for time in measured.vision)
+        return Profile(
+            self.device,
+            model=self.engine.checkpoint.revision,
+            dtype=dtype,
+            account=self.size,
+            full=full,
+            prefill=_fit_prefill(measured.prefill),
+            vision=sum(time.seconds for time in measured.vision) / max(1.0, vision_tokens),
+            drafts=tuple(self._fit_draft(draft, dtype) for draft in self.grid.drafts),
+            union=self._measure_unions(),
+            spread=(1 / worst, worst),
+            noise=max(0.0, statistics.median(measured.noise)),
+        )
+
+    def _measure_prefill(self, engine: Engine, whole: Workload) -> None:
+        """Vision and prefill of every text or clip, which fills the prefix store."""
+        one_slot = replace(engine, max_num_seqs=1)
+        for request in workload.requests_of_kind(whole, "caption"):
+            loops = PairedLoops(one_slot, [request], whole.prepare, DENSE)
+            (row,) = loops.batch.rows
+            assert row is not None
+            self.measured.prefill.append(SizedTime(float(row.prompt), row.prefill_s))
+            self.measured.vision.append(SizedTime(float(row.visual), row.vision_s))
+
+    def _measure_cell(self, cell: Cell) -> None:
+        dense_prefill_s = cell.start_loops(DENSE).prefill_s
+        self.measured.noise.append(self._sampling_noise(cell))
+        for draft in self.grid.drafts:
+            self._measure_draft(cell, draft, dense_prefill_s)
+
+    def _sampling_noise(self, cell: Cell) -> float:
+        """Seconds that a row's dense step takes longer if its token is sampled."""
+        greedy = cell.start_loops(DENSE)
+        sampled = cell.start_loops(DENSE, sampled=True)
+        for _ in range(WARMUP_PAIRS + self.grid.pairs):
+            greedy.run_segments(self.grid.tokens)
+            sampled.run_segments(self.grid.tokens)
+        return (sampled.dense.verify_s - greedy.dense.verify_s) / cell.rows
+
+    def _measure_draft(self, cell: Cell, draft: Draft, dense_prefill_s: float) -> None:
+        """A draft's steps and one-time cost, and the dense steps that take turns with them."""
+        measured = self.measured
+        if draft not in measured.one_time:
+            # packs weights and calibrates thresholds, once per engine: no cost of a request
+            cell.start_loops(draft)
+        loops = cell.start_loops(draft)
+        extra_s = max(0.0, loops.prefill_s - dense_prefill_s) / cell.rows
+        one_time = SizedTime(cell.context, extra_s)
+        measured.one_time.setdefault(draft, []).append(one_time)
+        for pair in range(WARMUP_PAIRS + self.grid.pairs):
+            if pair == WARMUP_PAIRS:
+                loops.dense = LoopTimes()
+                loops.drafted = LoopTimes()
+            loops.run_segments(self.grid.tokens)
+        measured.full_steps += cell.full_steps(loops)
+        measured.draft_steps.setdefault(draft, []).append(cell.draft_step(loops))
+
+    def _measure_acceptance(self, engine: Engine, whole: Workload) -> None:
+        """Acceptance of each draft on every text, with captions longer than answers."""
+        tokens = self.grid.tokens
+        for kind, max_tokens in (("caption", CAPTION_FACTOR * tokens), ("question", tokens)):
+            requests = workload.requests_of_kind(whole, kind)
+            greedy = workload.with_max_tokens(requests, max_tokens)
+            context = round(_mean_prompt(whole, greedy))
+            for draft, drawn in itertools.product(self.grid.drafts, (False, True)):
+                chosen = workload.sampled(greedy) if drawn else greedy
+                results = list(engine.run(chosen, draft, whole.prepare))
+                counts = count_accepted_rejected(results)
+                accepted = Accepted(context, kind, *counts, drawn)
+                self.measured.acceptance.setdefault(draft, []).append(accepted)
+
+    def _measure_unions(self) -> tuple[tuple[float, int, float], ...]:
+        """(share of channels, batch, u_B) for every share that a draft of the grid computes
+        with."""
+        shares = sorted({draft.channels for draft in self.grid.drafts if draft.channels < 1})
+        if not shares:
+            return ()
+        eight = workload.build_workload(
+            self.engine.checkpoint,
+            min(self.grid.contexts),
+            range(activations.SEQUENCES),
+            activations.STEPS + 1,
+            stagger=0,
+        )
+        captions = workload.captions_only(eight)
+        recorded = activations.record_activations(self.engine, captions)
+        unions = []
+        for channels in shares:
+            thresholds = activations.fit_thresholds(self.engine, recorded, channels)
+            joint = activations.joint_weight_shares(
+                self.engine, recorded, thresholds, UNION_BATCHES
+            )
+            unions += [(channels, int(batch), union) for batch, union in joint.items()]
+        return tuple(unions)
+
+    def _fit_draft(self, draft: Draft, dtype: str) -> CalibratedDraft:
+        measured = self.measured
+        second = Checkpoint.load(model_path(draft.model)).account(dtype) if draft.model else None
+        return CalibratedDraft(
+            draft,
+            cost=Cost.fit(measured.draft_steps[draft]),
+            once=_fit_one_time(measured.one_time[draft]),
+            acceptance=tuple(measured.acceptance[draft]),
+            pair=second,
+            retrieved=tuple(measured.retrieved.get(draft, ())),
+        )
 
 
-def parse_drafts(text: str) -> list[Draft]:
-    """The drafts of `conf/draft` that a flag names. Raises UsageError."""
-    found = (draft_of(Job(draft=name.strip())) for name in text.split(","))
-    return [draft for draft in found if draft is not None]
+def _mean_prompt(whole: Workload, requests: Sequence[workload.Request]) -> float:
+    """Tokens of a prompt."""
+    return statistics.fmean(whole.prepare(request).ids.shape[1] for request in requests)
 
 
-def measured_device(device: str, dtype: str) -> Device:
-    """The device at hand, with the bandwidth that it reads with and the peak of its matrix
-    products."""
-    known = local_device(device)
-    side = SIDES[known.kind]
-    a = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
-    seconds = min(_timed_product(a) for _ in range(5))
-    bandwidth = (
-        read_bandwidth(BANDWIDTH_GIGABYTES["cpu"], 5) * 1e9
-        if device == "cpu"
-        else _cuda_bandwidth(device)
-    )
-    return replace(known, bandwidth=bandwidth, flops=2 * side**3 / seconds)
+def _fit_one_time(times: Sequence[SizedTime]) -> tuple[float, float]:
+    """(seconds per request, seconds per token of its context); all is taken to be per token."""
+    seconds = sum(time.seconds for time in times)
+    tokens = sum(time.tokens for time in times)
+    return (0.0, seconds / tokens if seconds > 0 else 0.0)
 
 
-def _timed_product(a: torch.Tensor) -> float:
-    began = _now(a.device)
-    a @ a
-    return _now(a.device) - began
-
-
-def _cuda_bandwidth(device: str) -> float:
-    """Bytes/s of read-only sums over a working set that no cache holds."""
-    memory = torch.ones(int(BANDWIDTH_GIGABYTES["cuda"] * 1e9) // 4, device=device)
-    times = []
-    for _ in range(6):
-        began = _now(memory.device)
-        memory.sum()
-        times.append(_now(memory.device) - began)
-    return memory.nbytes / min(times)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _fit_prefill(times: Sequence[SizedTime]) -> tuple[float, float, float]:
+    """Coefficients of 1, tokens and tokens²."""
+    terms = [(1.0, time.tokens, time.tokens**2) for time in times]
+    weights, _ = non_negative(terms, [time.seconds for time in times])
+    constant, linear, quadratic = weights
+    return constant, linear, quadratic
 
 
 # ------------------------------------------------------------------------------------------- a cell
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """A batch at a context. `bandwidth` in bytes/s."""
+class Cell:
+    """A batch at a context.
 
-    engine: Engine
-    asked: Subject
-    context: float  # tokens of a prompt, mean
-    model_size: ModelSize
-    bandwidth: float
+    Args:
+        engine: with as many slots as the workload has requests.
+        bandwidth: bytes/s.
+    """
 
-    @property
-    def rows(self) -> int:
-        return len(self.asked.requests)
+    def __init__(self, engine: Engine, captions: Workload, size: ModelSize, bandwidth: float):
+        self.engine = engine
+        self.captions = captions
+        self.size = size
+        self.bandwidth = bandwidth
+        self.rows = len(captions.requests)
+        self.context = _mean_prompt(captions, captions.requests)
 
-    def seat(self, draft: Draft, drawn: bool = False) -> Pair:
-        asked = subjects.drawn(self.asked.requests) if drawn else self.asked.requests
-        return Pair(self.engine, asked, self.asked.prepare, draft)
+    def start_loops(self, draft: Draft, sampled: bool = False) -> PairedLoops:
+        requests = self.captions.requests
+        if sampled:
+            requests = workload.sampled(requests)
+        return PairedLoops(self.engine, requests, self.captions.prepare, draft)
 
-    def step(self, read: float, width: int, entries: float, seconds: float) -> TimedStep:
+    def full_steps(self, loops: PairedLoops) -> list[Step]:
+        """Dense steps, the draft's verifications, and verifications of other widths.
+
+        Those are timed alone; what a round does beside its forward pass is added.
+        """
+        entries = self.rows * (self.context + _mean_written(loops) / 2)
+        read = self.size.weights_read() + entries * self.size.entry_bytes
+        dense_s = loops.dense.verify_s
+        beside_s = max(0.0, dense_s - loops.verification_seconds(1))
+        seconds_by_width = {1: dense_s, loops.policy.gamma + 1: loops.drafted.verify_s}
+        for width in VERIFICATION_WIDTHS:
+            seconds_by_width[width] = loops.verification_seconds(width) + beside_s
+        return [
+            self._step(read, entries, seconds, width=width)
+            for width, seconds in seconds_by_width.items()
+        ]
+
+    def draft_step(self, loops: PairedLoops) -> Step:
+        draft = loops.policy
+        if draft.policy == "ngram":
+            return self._step(0.0, 0.0, loops.drafted.draft_s)
+        size = self.size
+        if draft.model:
+            dtype = str(self.engine.model.dtype).removeprefix("torch.")
+            size = Checkpoint.load(model_path(draft.model)).account(dtype)
+        kept = sum(row.kv_keep for row in loops.batch.rows if row is not None) / draft.depth
+        entries = kept * self.context + self.rows * _mean_written(loops) / 2
+        weights = size.weights_read(None if draft.model else draft, self.rows)
+        read = weights + entries * size.kv_read(draft)
+        return self._step(read, entries, loops.drafted.draft_s)
+
+    def _step(self, read: float, entries: float, seconds: float, *, width: int = 1) -> Step:
         """
         Args:
-            entries: that all rows' tokens look at, each once per row.
+            read: bytes.
+            entries: that one token per row attends to, all rows together.
+            width: tokens per row.
         """
-        return TimedStep(read / self.bandwidth, self.rows * width, entries * width, seconds)
+        return Step(read / self.bandwidth, self.rows * width, entries * width, seconds)
 
 
-def _prompts(engine: Engine, asked: Subject, found: _Found) -> None:
-    """Every text or clip, seen and prefilled once for all that follows."""
-    for request in subjects.of_kind(asked, "caption"):
-        (row,) = Pair(replace(engine, max_num_seqs=1), [request], asked.prepare, PLAIN).batch.rows
-        assert row is not None
-        found.prefill.append((float(row.prompt), row.prefill_s))
-        found.vision.append((float(row.visual), row.vision_s))
-
-
-def _cell(
-    engine: Engine, grid: Grid, whole: Subject, model_size: ModelSize, here: Device, found: _Found
-) -> None:
-    asked = replace(whole, requests=subjects.of_kind(whole, "caption")[: engine.max_num_seqs])
-    length = statistics.fmean(asked.prepare(r).ids.shape[1] for r in asked.requests)
-    cell = _Cell(
-        engine, asked=asked, context=length, model_size=model_size, bandwidth=here.bandwidth
-    )
-    known = cell.seat(PLAIN).prefill_s  # nothing is selected
-    found.noise.append(_noise(cell, grid))
-    for draft in grid.drafts:
-        _draft(cell, grid, draft, known, found=found)
-
-
-def _noise(cell: _Cell, grid: Grid) -> float:
-    """What a row's dense step takes longer where its token is drawn."""
-    pairs = [cell.seat(PLAIN), cell.seat(PLAIN, drawn=True)]
-    for _ in range(WARM + grid.pairs):
-        for pair in pairs:
-            pair.once(grid.tokens)
-    greedy, drawn = (statistics.median(pair.dense.verify) for pair in pairs)
-    return (drawn - greedy) / cell.rows
-
-
-def _draft(cell: _Cell, grid: Grid, draft: Draft, known: float, found: _Found) -> None:
-    """A draft's steps, its one-time costs, and the dense steps that are timed beside it."""
-    if draft not in found.once:
-        cell.seat(draft)  # packs weights and settles thresholds, which is done once for all
-    pair = cell.seat(draft)
-    found.once.setdefault(draft, []).append(
-        (cell.context, max(0.0, pair.prefill_s - known) / cell.rows)
-    )
-    for turn in range(WARM + grid.pairs):
-        if turn == WARM:
-            pair.dense = Clock()
-            pair.drafted = Clock()
-        pair.once(grid.tokens)
-    found.full += _full_steps(cell, pair)
-    found.steps.setdefault(draft, []).append(_draft_step(cell, pair))
-
-
-def _accepted(engine: Engine, grid: Grid, asked: Subject, found: _Found) -> None:
-    """What is accepted of each draft of every text, each as long as its kind is."""
-    for kind, tokens in (("caption", LONG * grid.tokens), ("question", grid.tokens)):
-        requests = subjects.cut(subjects.of_kind(asked, kind), tokens)
-        context = round(statistics.fmean(asked.prepare(r).ids.shape[1] for r in requests))
-        for draft, drawn in itertools.product(grid.drafts, (False, True)):
-            put = subjects.drawn(requests) if drawn else requests
-            counts = count_accepted_rejected(list(engine.run(put, draft, asked.prepare)))
-            found.acceptance.setdefault(draft, []).append(
-                AcceptanceCounts(context, kind, *counts, drawn)
-            )
-
-
-def _full_steps(cell: _Cell, pair: Pair) -> list[TimedStep]:
-    """Dense steps, the draft's verifications, and verifications of other widths, to which what a
-    round does besides is added."""
-    entries = cell.rows * (cell.context + _written(pair) / 2)
-    read = cell.model_size.weights_read() + entries * cell.model_size.entry_bytes
-    dense = statistics.median(pair.dense.verify)
-    verified = statistics.median(pair.drafted.verify)
-    beside = max(0.0, dense - pair.verification(1))
-    times = {1: dense, pair.policy.gamma + 1: verified} | {
-        w: pair.verification(w) + beside for w in WIDTHS
-    }
-    return [cell.step(read, width, entries, seconds) for width, seconds in times.items()]
-
-
-def _draft_step(cell: _Cell, pair: Pair) -> TimedStep:
-    draft = pair.policy
-    model_size = cell.model_size
-    seconds = statistics.median(pair.drafted.draft)
-    if draft.policy == "ngram":
-        return cell.step(0.0, 1, 0.0, seconds)
-    if draft.model:
-        model_size = Checkpoint.load(model_path(draft.model)).model_size(
-            str(cell.engine.model.dtype).split(".")[1]
-        )
-    held = sum(row.kv_keep for row in pair.batch.rows if row is not None) / draft.depth
-    entries = held * cell.context + cell.rows * _written(pair) / 2
-    weights = model_size.weights_read(None if draft.model else draft, cell.rows)
-    return cell.step(weights + entries * model_size.kv_read(draft), 1, entries, seconds)
-
-
-def _written(pair: Pair) -> float:
-    """Tokens of a row so far, mean."""
-    return statistics.fmean(map(len, pair.written))
-
-
-# -------------------------------------------------------------------------------------- few numbers
-
-
-def _tried(draft: Draft, found: _Found, pair: ModelSize | None) -> CalibratedDraft:
-    contexts, seconds = zip(*found.once[draft], strict=True)
-    once = DraftSetupLatency()
-    if max(seconds) > 0:
-        once = DraftSetupLatency(per_token=sum(seconds) / sum(contexts))
-    retrieved = tuple(found.retrieved.get(draft, ()))
-    return CalibratedDraft(
-        draft,
-        latency=LatencyModel.fit(found.steps[draft]),
-        setup=once,
-        acceptance=tuple(found.acceptance[draft]),
-        second_model=pair,
-        retrieval_scores=retrieved,
-    )
-
-
-def _prefill(seen: Sequence[tuple[float, float]]) -> PrefillLatency:
-    fit = fit_non_negative([(1.0, n, n**2) for n, _ in seen], [seconds for _, seconds in seen])
-    return PrefillLatency(*fit.coefficients)
-
-
-def _pair(draft: Draft, dtype: str) -> ModelSize | None:
-    return Checkpoint.load(model_path(draft.model)).model_size(dtype) if draft.model else None
-
-
-def _unions(engine: Engine, grid: Grid) -> tuple[UnionFraction, ...]:
-    """u_B of every share of channels that some draft computes with."""
-    shares = sorted({draft.channels for draft in grid.drafts if draft.channels < 1})
-    if not shares:
-        return ()
-    eight = subjects.subject(
-        engine.checkpoint, min(grid.contexts), range(measures.SEQUENCES), measures.STEPS + 1, step=0
-    )
-    seen = measures.at_decode(engine, subjects.captions_of(eight))
-    found = []
-    for keep in shares:
-        joint = measures.joint_shares(engine, seen, measures.calibrated(engine, seen, keep), SIZES)
-        found += [UnionFraction(keep, int(rows), fraction) for rows, fraction in joint.items()]
-    return tuple(found)
+def _mean_written(loops: PairedLoops) -> float:
+    """Tokens of a row so far."""
+    return statistics.fmean(map(len, loops.written))

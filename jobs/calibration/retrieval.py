@@ -1,110 +1,119 @@
-"""Whether a draft's own view holds what is asked for, where nothing verifies what it writes: a
-model is asked for what was told or shown at one place of a long context, densely and by the draft
-alone."""
+"""Whether a draft's own view contains what a question needs, for `--mode sparse`, where nothing
+verifies its text: a model is asked for facts stated or shown once in a long context, by the dense
+loop and by the draft alone."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
 from jobs.demo_model import world
-from jobs.suites.acceptance import subjects
-from std_core.cost_model.profile import RetrievalScore
+from jobs.suites.shared import workload
+from std_core.cost_model.profile import Retrieved
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Checkpoint, ModelInputs
-from std_core.types import Draft, Request, Sampling
+from std_core.model.checkpoint import Checkpoint, Inputs
+from std_core.types import Draft, Mode, Request, Sampling
 
-# contexts, and questions on each
-SUBJECTS = 4
-ASKED = 8
+CONTEXTS = 4
+QUESTIONS = 8  # on each context
 SCENES = 8
 DOORS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request, its inputs and the answer that it begins with."""
+    """A request, its inputs, and how a right answer begins."""
 
     request: Request
-    inputs: ModelInputs
+    inputs: Inputs
     answer: str
 
 
-def questions(checkpoint: Checkpoint, context: int) -> list[Question]:
-    """What is in the k-th scene of a clip; of a text model what the key of one of several doors is,
-    each told somewhere in prose of `context` tokens."""
-    return list(
-        _scenes(checkpoint, context) if checkpoint.supports_video else _keys(checkpoint, context)
-    )
+def draw_questions(checkpoint: Checkpoint, context: int) -> list[Question]:
+    """Questions on contexts of at least `context` tokens.
+
+    A Video-LLM is asked about one scene of a clip; a text model for the key of one of several
+    doors, each stated once in prose.
+    """
+    draw = _scene_questions if checkpoint.takes_video else _key_questions
+    return list(draw(checkpoint, context))
 
 
-def measured(engine: Engine, drafts: list[Draft], context: int) -> dict[Draft, RetrievalScore]:
-    """How many answers are right: of the dense loop, and of each draft alone (`mode=sparse`)."""
-    asked = questions(engine.checkpoint, context)
-    alone = replace(engine, max_num_seqs=SUBJECTS, prefixes=None, keep_prefixes=True)
-    dense = _right(alone, asked, None)
+def measure_retrieval(
+    engine: Engine, drafts: Sequence[Draft], context: int
+) -> dict[Draft, Retrieved]:
+    """Right answers of the dense loop and of each draft alone (`mode=sparse`)."""
+    questions = draw_questions(engine.checkpoint, context)
+    own = replace(engine, max_num_seqs=CONTEXTS, prefixes=None, keep_prefixes=True)
+    dense = _count_right(own, questions, None)
     return {
-        draft: RetrievalScore(context, len(asked), dense, _right(alone, asked, draft))
+        draft: Retrieved(context, len(questions), dense, _count_right(own, questions, draft))
         for draft in drafts
     }
 
 
-def _right(engine: Engine, asked: list[Question], draft: Draft | None) -> int:
-    known = {question.request.request_id: question for question in asked}
-    requests = [question.request for question in asked]
-    mode = "dense" if draft is None else "sparse"
-    results = engine.run(requests, draft, lambda r: known[r.request_id].inputs, mode=mode)  # type: ignore[arg-type]
+def _count_right(engine: Engine, questions: Sequence[Question], draft: Draft | None) -> int:
+    by_id = {question.request.request_id: question for question in questions}
+    mode = cast(Mode, "dense" if draft is None else "sparse")
+    results = engine.run(
+        [question.request for question in questions],
+        draft,
+        lambda request: by_id[request.request_id].inputs,
+        mode=mode,
+    )
     return sum(
-        result.text.strip().startswith(known[result.request_id].answer) for result in results
+        result.text.strip().startswith(by_id[result.request_id].answer) for result in results
     )
 
 
-def _scenes(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
-    for number in range(SUBJECTS):
+def _scene_questions(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
+    for number in range(CONTEXTS):
         rng = random.Random(f"retrieval {number}")
-        story = world.draw_scenes(rng, SCENES)
-        rate = 1
-        while checkpoint.geometry.tokens(_count(rate), subjects.SIDE, subjects.SIDE) < context:
-            rate += 1
-        frames = torch.from_numpy(
-            world.clip_frames(rng, story, subjects.SIDE, subjects.SIDE, rate=rate)
-        )
-        for place, (prompt, answer) in enumerate(rng.sample(world.questions(story)[:-1], ASKED)):
-            sampling = Sampling(12, temperature=0.0)
+        clip = workload.draw_clip(rng, checkpoint.geometry, SCENES, context)
+        *of_scenes, _ = world.questions(clip.scenes)  # the last asks for the number of scenes
+        for index, (prompt, answer) in enumerate(rng.sample(of_scenes, QUESTIONS)):
             request = Request(
-                f"{number}/{place}",
+                f"{number}/{index}",
                 prompt=prompt,
-                frames=frames,
-                video_id=f"retrieval {number}",
-                sampling=sampling,
+                frames=clip.frames,
+                video=f"retrieval {number}",
+                sampling=Sampling(12, temperature=0.0),
             )
-            yield Question(request, checkpoint.preprocess(request), answer)
+            yield Question(request, checkpoint.inputs(request), answer)
 
 
-def _count(rate: int) -> int:
-    """Frames of a clip."""
-    return int(world.SCENE_SECONDS * rate) * SCENES
-
-
-def _keys(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
-    def ids(text: str) -> list[int]:
+def _key_questions(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
+    def encode(text: str) -> list[int]:
         return checkpoint.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    whole = subjects.subject(checkpoint, context, range(SUBJECTS), 8, step=0)
-    for number, request in enumerate(whole.requests):
+    prose = workload.build_workload(checkpoint, context, range(CONTEXTS), 8, stagger=0)
+    for number, request in enumerate(prose.requests):
         rng = random.Random(f"keys {number}")
-        prose = whole.inputs[request.request_id].ids[0].tolist()
+        ids = prose.inputs[request.request_id].ids[0].tolist()
         keys = {door: str(rng.randrange(1000, 10_000)) for door in DOORS}
-        told = [ids(f"\nThe key of the {door} door is {key}.\n") for door, key in keys.items()]
-        step = len(prose) // len(told)
-        parts = [prose[i * step : (i + 1) * step] + one for i, one in enumerate(told)]
-        text = [token for part in parts for token in part]
-        for door, key in rng.sample(sorted(keys.items()), ASKED):
-            prompt = torch.tensor([text + ids(f"\nThe key of the {door} door is")])
-            name = f"{number}/{door}"
-            sampling = Sampling(8, temperature=0.0)
-            asked = Request(name, "", video_id=f"keys {number}", sampling=sampling)
-            yield Question(asked, ModelInputs(prompt, torch.zeros_like(prompt)), key)
+        statements = [
+            encode(f"\nThe key of the {door} door is {key}.\n") for door, key in keys.items()
+        ]
+        text = _interleave(ids, statements)
+        for door, key in rng.sample(sorted(keys.items()), QUESTIONS):
+            prompt = torch.tensor([text + encode(f"\nThe key of the {door} door is")])
+            asked = Request(
+                f"{number}/{door}",
+                "",
+                video=f"keys {number}",
+                sampling=Sampling(8, temperature=0.0),
+            )
+            yield Question(asked, Inputs(prompt, torch.zeros_like(prompt)), key)
+
+
+def _interleave(prose: list[int], statements: list[list[int]]) -> list[int]:
+    """The prose in equal parts, each followed by one statement."""
+    size = len(prose) // len(statements)
+    text: list[int] = []
+    for index, statement in enumerate(statements):
+        text += prose[index * size : (index + 1) * size] + statement
+    return text

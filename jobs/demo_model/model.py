@@ -1,8 +1,7 @@
-"""The demo models: Qwen2-VL at the size of the world of `demo_world.py`, their tokenizer and
-processors.
+"""The demo models: Qwen2-VL in two sizes, with their tokenizer and processors.
 
-`demo` is what captions; `demo_small`, with the same tokens and a vision tower of its own, drafts
-for it."""
+`demo` captions and answers; `demo_small`, with the same tokens and a vision tower of its own, drafts
+for it (`--draft pair-demo`)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from transformers import (
 
 from jobs.demo_model import world
 
-SPECIAL = (
+SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
     "<|im_end|>",
@@ -41,10 +40,14 @@ TEMPLATE = (
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MERGED = 28  # pixels a side of one visual token: patch 14, merged 2 × 2
+TOKEN_SIDE = 28  # pixels per side of a visual token: 2 × 2 patches of 14
+MIN_PIXELS = 56 * 56
 MAX_PIXELS = 112 * 112
+WINDOW = 32768  # tokens
+INITIALIZER_RANGE = 0.06
+VOCABULARY = 640  # tokens at most; training the tokenizer ends with fewer
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "demo": {
         "text": {
             "hidden_size": 192,
@@ -69,14 +72,7 @@ SHAPES = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any prompt can be written; every word of the world is one token."""
-    rng = random.Random(0)
-    stories = [world.draw_scenes(rng, world.MAX_SCENES) for _ in range(400)]
-    corpus = [world.caption(s) for s in stories] + [
-        text for s in stories[:40] for pair in world.questions(s) for text in pair
-    ]
-    corpus += [q for s in stories for n in range(1, 13) for q in world.questions(s[:n])[-1]]
-    corpus += [*world.CAPTION_PROMPTS * 20, *["user\n", "assistant\n"] * 50]
+    """Byte-level BPE, which encodes any prompt; every word of the synthetic videos is one token."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -85,47 +81,64 @@ def tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        corpus,
-        trainers.BpeTrainer(
-            vocab_size=640,
-            special_tokens=list(SPECIAL),
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
+    bpe.train_from_iterator(_tokenizer_corpus(), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=TEMPLATE,
-        additional_special_tokens=list(SPECIAL[1:]),
-        model_max_length=32768,
+        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
+        model_max_length=WINDOW,
     )
 
 
-def processor(words: PreTrainedTokenizerFast) -> Qwen2VLProcessor:
-    """Hugging Face's own Qwen2-VL processors at the demo model's frame size."""
-    size = {"shortest_edge": 56 * 56, "longest_edge": MAX_PIXELS}
-    common: dict[str, Any] = {"size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+def _tokenizer_corpus() -> list[str]:
+    """Captions, questions and answers; the order and the counts decide the token ids."""
+    rng = random.Random(0)
+    clips = [world.draw_scenes(rng, world.MAX_SCENES) for _ in range(400)]
+    corpus = [world.caption(scenes) for scenes in clips]
+    for scenes in clips[:40]:
+        for question, answer in world.questions(scenes):
+            corpus += [question, answer]
+    for scenes in clips:
+        for count in range(1, world.MAX_SCENES + 1):
+            corpus += world.questions(scenes[:count])[-1]
+    corpus += world.CAPTION_PROMPTS * 20
+    corpus += ["user\n", "assistant\n"] * 50
+    return corpus
+
+
+def processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLProcessor:
+    """Hugging Face's Qwen2-VL processors at the demo models' frame size."""
+    common: dict[str, Any] = {
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
     return Qwen2VLProcessor(
         Qwen2VLImageProcessor(**common),
-        words,
+        tokenizer,
         Qwen2VLVideoProcessor(**common, cap_pixels_per_frame=False),
         chat_template=TEMPLATE,
     )
 
 
-def build(shape: str, words: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGeneration:
-    """An untrained model, float32."""
+def build(shape: str, tokenizer: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGeneration:
+    """An untrained model of one of `SHAPES`, float32."""
     sizes = SHAPES[shape]
-    ids: dict[str, Any] = {name: words.convert_tokens_to_ids(name) for name in SPECIAL}
+    ids: dict[str, Any] = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS}
     config = Qwen2VLConfig(
         text_config={
             **sizes["text"],
-            "vocab_size": len(words),
-            "max_position_embeddings": 32768,
-            "initializer_range": 0.06,
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": WINDOW,
+            "initializer_range": INITIALIZER_RANGE,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -138,7 +151,7 @@ def build(shape: str, words: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGe
         vision_config={
             **sizes["vision"],
             "hidden_size": sizes["text"]["hidden_size"],
-            "initializer_range": 0.06,
+            "initializer_range": INITIALIZER_RANGE,
         },
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -156,9 +169,8 @@ def build(shape: str, words: PreTrainedTokenizerFast) -> Qwen2VLForConditionalGe
 
 
 def save(
-    model: Qwen2VLForConditionalGeneration, words: PreTrainedTokenizerFast, output: Path
+    model: Qwen2VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, output: Path
 ) -> None:
-    """Writes a folder that `from_pretrained` reads: weights as safetensors, tokenizer,
-    processors."""
+    """Write a folder for `from_pretrained`: weights as safetensors, tokenizer, processors."""
     model.save_pretrained(output)
-    processor(words).save_pretrained(output)
+    processor(tokenizer).save_pretrained(output)

@@ -1,12 +1,14 @@
-"""The demo model's world: shapes that appear one after another, with the true caption and answers
-of every clip.
+"""The demo model's synthetic videos: shapes that appear one after another, with the true caption
+and the true answers of every clip.
 
-A clip is a list of scenes of two seconds. A scene is one shape with four attributes: kind, colour,
-size, motion; in a long clip it goes its way several times before the next scene begins, so that a
-moving shape always visibly moves. Along the upper edge a slate tells the scene's number, so that
-"scene 7" is found by looking and not by counting. The same painter draws the training batches
-(`jobs/demo_model/training/train.py`) and the clips that are encoded as H.264 (the demo, the tests,
-the quality suite), so what the model learns is what the frames stage later reads."""
+A clip is a sequence of scenes of two seconds. A scene has one shape with four attributes: kind,
+colour, size and motion. In a long clip each scene is repeated, at the same speed, so that a moving
+shape always visibly moves. A slate along the upper edge shows the scene's number, so that the model
+can read "scene 7" instead of counting.
+
+Training (`python -m jobs.demo_model.training.train`) and the encoded clips (the demo, the tests, the
+suite `demo_quality`) are rendered by the same code, so that the model learns what the frames stage
+later reads."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import random
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +31,8 @@ COLOURS = {
     "purple": (170, 60, 205),
     "white": (242, 242, 242),
 }
-SIZES = {"small": 0.15, "large": 0.27}  # radius, as a share of the frame's short side
-MOTIONS = {
+SIZES = {"small": 0.15, "large": 0.27}  # radius over the frame's short side
+MOTIONS = {  # x and y direction
     "moves left": (-1, 0),
     "moves right": (1, 0),
     "moves up": (0, -1),
@@ -38,15 +40,13 @@ MOTIONS = {
     "stays still": (0, 0),
 }
 SCENE_SECONDS = 2.0
-TRAVEL = 0.4  # of the short side, over one scene
+TRAVEL = 0.4  # path of a moving shape in one scene, over the short side
 MAX_SCENES = 12
-SLATE = (
-    "red",
-    "green",
-    "blue",
-    "white",
-)  # its two stripes are the digits of the scene's number, from 0, to base 4
-SLATE_HEIGHT = 0.1  # of the frame
+CLIP_SIZES = ((240, 320), (240, 240), (320, 240), (180, 320), (192, 256))  # height, width
+# The slate's two stripes are the base-4 digits of the scene's number, counted from 0; the upper one
+# is the first digit.
+SLATE = ("red", "green", "blue", "white")
+SLATE_HEIGHT = 0.1  # over the frame's height
 
 CAPTION_PROMPTS = (
     "Describe this video.",
@@ -55,12 +55,12 @@ CAPTION_PROMPTS = (
     "Caption this video.",
     "Describe the video scene by scene.",
 )
-CLAUSE = re.compile(r"Scene (\d+): a (\w+) (\w+) (\w+) (moves \w+|stays still)\.")
+CLAUSE_PATTERN = re.compile(r"Scene (\d+): a (\w+) (\w+) (\w+) (moves \w+|stays still)\.")
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One shape; every field is a word of the vocabulary above."""
+    """One shape, described by the words above."""
 
     size: str
     colour: str
@@ -72,7 +72,7 @@ class Scene:
 
 
 def draw_scenes(rng: random.Random, count: int) -> tuple[Scene, ...]:
-    """`count` scenes; neighbours differ in kind or colour, else nobody could say where one ends."""
+    """Random scenes; neighbours differ in kind or colour, so that it is visible where one ends."""
     scenes: list[Scene] = []
     while len(scenes) < count:
         scene = Scene(
@@ -81,104 +81,116 @@ def draw_scenes(rng: random.Random, count: int) -> tuple[Scene, ...]:
             rng.choice(KINDS),
             rng.choice(list(MOTIONS)),
         )
-        if not scenes or (scene.kind, scene.colour) != (scenes[-1].kind, scenes[-1].colour):
+        previous = scenes[-1] if scenes else None
+        if previous is None or (scene.kind, scene.colour) != (previous.kind, previous.colour):
             scenes.append(scene)
     return tuple(scenes)
 
 
 def caption(scenes: tuple[Scene, ...]) -> str:
-    """The true caption: one clause per scene, in order."""
+    """The true caption: one clause per scene."""
     return " ".join(f"Scene {k}: {scene}." for k, scene in enumerate(scenes, 1))
 
 
 def questions(scenes: tuple[Scene, ...]) -> list[tuple[str, str]]:
-    """Every question the world knows about a clip, with its answer: four per scene, and the
-    count."""
-    asked = []
+    """All questions about a clip with their answers: four per scene, and last the number of
+    scenes."""
+    pairs = []
     for k, scene in enumerate(scenes, 1):
-        asked += [
+        pairs += [
             (f"Which shape is in scene {k}?", f"It is a {scene.kind}."),
             (f"What colour is the shape in scene {k}?", f"It is {scene.colour}."),
             (f"How big is the shape in scene {k}?", f"It is {scene.size}."),
             (f"How does the shape in scene {k} move?", f"It {scene.motion}."),
         ]
-    plural = "is 1 scene" if len(scenes) == 1 else f"are {len(scenes)} scenes"
-    return [*asked, ("How many scenes are there?", f"There {plural}.")]
+    count = "is 1 scene" if len(scenes) == 1 else f"are {len(scenes)} scenes"
+    return [*pairs, ("How many scenes are there?", f"There {count}.")]
 
 
-def score_caption(scenes: tuple[Scene, ...], text: str) -> tuple[int, int]:
-    """(right, counted): a clause is right with its number, its place and all four attributes; what
-    is written beyond the true number of scenes counts as wrong."""
-    found = [
-        (int(n), f"a {size} {colour} {kind} {motion}")
-        for n, size, colour, kind, motion in CLAUSE.findall(text)
+class CaptionScore(NamedTuple):
+    """Clauses of a caption that are right, and clauses that count."""
+
+    right: int
+    counted: int
+
+
+def score_caption(scenes: tuple[Scene, ...], text: str) -> CaptionScore:
+    """Compare a text with the true caption.
+
+    A clause is right if its number, its position and all four attributes are. Clauses beyond the
+    last scene count as wrong, as missing ones do.
+    """
+    clauses = [
+        (int(number), f"a {size} {colour} {kind} {motion}")
+        for number, size, colour, kind, motion in CLAUSE_PATTERN.findall(text)
     ]
-    right = sum(
-        got == (k, str(scene)) for k, (got, scene) in enumerate(zip(found, scenes, strict=False), 1)
-    )
-    return right, max(len(scenes), len(found))
+    expected = [(number, str(scene)) for number, scene in enumerate(scenes, 1)]
+    right = sum(a == b for a, b in zip(clauses, expected, strict=False))
+    return CaptionScore(right, max(len(expected), len(clauses)))
 
 
-# ----------------------------------------------------------------------------------------- painting
+# ---------------------------------------------------------------------------------------- rendering
 
 
-def paint(
-    scene: list[Scene],
+def render_frames(
+    scenes: list[Scene],
     number: torch.Tensor,
     progress: torch.Tensor,
     centre: torch.Tensor,
+    *,
     background: torch.Tensor,
     height: int,
     width: int,
 ) -> torch.Tensor:
-    """Frames of N scenes at given moments.
+    """Render N frames, each of a scene at one moment.
 
-    Args: scene: N scenes, one for each frame. number: (N,) which scene of its clip that is, from 1
-        to `MAX_SCENES`. progress: (N,) how far into its scene a frame lies, 0 to 1. centre: (N, 2)
-        the shape's x and y in the middle of its scene, as shares of width and height. background:
-        (N, 3) RGB, 0 to 255. height, width: of the frames, in pixels.
+    Args:
+        scenes: N scenes, one per frame.
+        number: (N,) of the scene in its clip, from 1 to `MAX_SCENES`.
+        progress: (N,) time within the scene, 0 to 1.
+        centre: (N, 2) the shape's x and y in the middle of the scene, over width and height.
+        background: (N, 3) RGB, 0 to 255.
+        height, width: of the frames, in pixels.
 
     Returns:
         (N, 3, height, width) float32, 0 to 255.
     """
-    short = min(height, width)
-    radius = torch.tensor([SIZES[s.size] for s in scene]) * short
-    heading = torch.tensor([MOTIONS[s.motion] for s in scene], dtype=torch.float32)
-    at = (
-        centre * torch.tensor([width, height])
-        + heading * ((progress - 0.5) * TRAVEL * short)[:, None]
-    )
-    x = ((torch.arange(width) + 0.5)[None, :] - at[:, :1]) / radius[:, None]  # (N, width), in radii
-    y = ((torch.arange(height) + 0.5)[None, :] - at[:, 1:]) / radius[:, None]
-    inside = torch.empty(len(scene), height, width)
-    kinds = np.array([s.kind for s in scene])
+    short_side = min(height, width)
+    radius = torch.tensor([SIZES[s.size] for s in scenes]) * short_side
+    direction = torch.tensor([MOTIONS[s.motion] for s in scenes], dtype=torch.float32)
+    moved = direction * ((progress - 0.5) * TRAVEL * short_side)[:, None]
+    position = centre * torch.tensor([width, height]) + moved
+    # (N, width) and (N, height): distance of a pixel's middle from the shape's centre, in radii
+    x = ((torch.arange(width) + 0.5)[None, :] - position[:, :1]) / radius[:, None]
+    y = ((torch.arange(height) + 0.5)[None, :] - position[:, 1:]) / radius[:, None]
+    coverage = torch.empty(len(scenes), height, width)
+    kinds = np.array([s.kind for s in scenes])
     for kind in KINDS:
         rows = torch.from_numpy(np.flatnonzero(kinds == kind))
         if len(rows):
-            outline = _distance(kind, x[rows, None, :], y[rows, :, None]) * radius[rows, None, None]
-            inside[rows] = (0.5 - outline).clamp(0, 1)
-    colour = torch.tensor([COLOURS[s.colour] for s in scene], dtype=torch.float32)
-    frames = torch.addcmul(
-        background[:, :, None, None], inside[:, None], (colour - background)[:, :, None, None]
-    )
-    slate = _slate(number, height)
+            distance = _signed_distance(kind, x[rows, None, :], y[rows, :, None])
+            # an edge one pixel wide
+            coverage[rows] = (0.5 - distance * radius[rows, None, None]).clamp(0, 1)
+    colour = torch.tensor([COLOURS[s.colour] for s in scenes], dtype=torch.float32)
+    contrast = (colour - background)[:, :, None, None]
+    frames = torch.addcmul(background[:, :, None, None], coverage[:, None], contrast)
+    slate = _render_slate(number, height)
     frames[:, :, : slate.shape[2]] = slate
     return frames
 
 
-def _slate(number: torch.Tensor, height: int) -> torch.Tensor:
-    """(N, 3, its height, 1): the upper stripe is the number's first digit."""
+def _render_slate(number: torch.Tensor, height: int) -> torch.Tensor:
+    """(N, 3, rows of the slate, 1), 0 to 255."""
     rows = max(2, round(height * SLATE_HEIGHT))
-    digit = torch.stack((number - 1 >> 2, number - 1 & 3), 1)[
-        :, torch.arange(rows) * 2 // rows
-    ]  # (N, rows)
-    return torch.tensor([COLOURS[name] for name in SLATE], dtype=torch.float32)[digit].transpose(
-        1, 2
-    )[..., None]
+    from_zero = number - 1
+    digits = torch.stack((from_zero >> 2, from_zero & 3), 1)  # (N, 2)
+    stripe_of_row = torch.arange(rows) * 2 // rows
+    palette = torch.tensor([COLOURS[name] for name in SLATE], dtype=torch.float32)
+    return palette[digits[:, stripe_of_row]].transpose(1, 2)[..., None]
 
 
-def _distance(kind: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Signed distance to the outline of a shape of radius 1 (negative inside); y points down."""
+def _signed_distance(kind: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Distance to the outline of a shape of radius 1, negative inside; y points down."""
     ax = x.abs()
     ay = y.abs()
     if kind == "circle":
@@ -189,25 +201,24 @@ def _distance(kind: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.maximum(ax, ay) - 0.85
     if kind == "triangle":
         return torch.maximum(y, 0.866 * ax - 0.5 * y) - 0.6
-    return torch.minimum(
-        torch.maximum(ax - 1, ay - 0.33), torch.maximum(ax - 0.33, ay - 1)
-    )  # cross
+    horizontal_bar = torch.maximum(ax - 1, ay - 0.33)
+    vertical_bar = torch.maximum(ax - 0.33, ay - 1)
+    return torch.minimum(horizontal_bar, vertical_bar)  # cross
 
 
-def place(rng: random.Random, scene: Scene) -> tuple[float, float]:
-    """A centre from which the whole path stays inside a frame of any shape and below its slate
-    (shares of width and height); but a large shape that moves up or down touches both edges."""
+def draw_centre(rng: random.Random, scene: Scene) -> tuple[float, float]:
+    """A random x and y, over width and height, from which the whole path stays inside a frame of
+    any shape and below its slate. A large shape that moves up or down touches both edges."""
     free = 0.49 - SIZES[scene.size]
     dx, dy = MOTIONS[scene.motion]
     slate = SLATE_HEIGHT / 2
-    return (
-        0.5 + rng.uniform(-1, 1) * max(0.0, free - abs(dx) * TRAVEL / 2),
-        0.5 + slate + rng.uniform(-1, 1) * max(0.0, free - slate - abs(dy) * TRAVEL / 2),
-    )
+    x_range = max(0.0, free - abs(dx) * TRAVEL / 2)
+    y_range = max(0.0, free - slate - abs(dy) * TRAVEL / 2)
+    return (0.5 + rng.uniform(-1, 1) * x_range, 0.5 + slate + rng.uniform(-1, 1) * y_range)
 
 
-def grey(rng: random.Random) -> tuple[float, float, float]:
-    """A dark background, slightly tinted."""
+def draw_background(rng: random.Random) -> tuple[float, float, float]:
+    """A random dark grey, slightly tinted: RGB, 0 to 255."""
     level = rng.uniform(15, 80)
     return (
         level + rng.uniform(-12, 12),
@@ -224,60 +235,69 @@ def clip_frames(
     rate: int,
     repeats: int = 1,
 ) -> np.ndarray:
-    """All frames of a clip at `rate` frames a second, each scene `repeats` times over: (T, height,
-    width, 3) uint8."""
+    """All frames of a clip at `rate` frames/s: (T, height, width, 3) uint8.
+
+    Args:
+        repeats: how often each scene is shown before the next one begins.
+    """
     per_scene = int(SCENE_SECONDS * rate)
-    shade = torch.tensor(grey(rng)).expand(per_scene, 3)
-    moments = (torch.arange(per_scene) + 0.5) / per_scene
+    background = torch.tensor(draw_background(rng)).expand(per_scene, 3)
+    progress = (torch.arange(per_scene) + 0.5) / per_scene
+    centres = [draw_centre(rng, scene) for scene in scenes]
     parts = []
-    for number, (scene, spot) in enumerate(
-        zip(scenes, [place(rng, scene) for scene in scenes], strict=True), 1
-    ):
-        spots = torch.tensor([spot] * per_scene)
-        numbers = torch.full((per_scene,), number)
-        frames = paint(
+    for number, (scene, centre) in enumerate(zip(scenes, centres, strict=True), 1):
+        frames = render_frames(
             [scene] * per_scene,
-            numbers,
-            moments,
-            spots,
-            background=shade,
+            torch.full((per_scene,), number),
+            progress,
+            torch.tensor([centre] * per_scene),
+            background=background,
             height=height,
             width=width,
         )
-        frames = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
-        parts.append(np.tile(frames.contiguous().numpy(), (repeats, 1, 1, 1)))
+        pixels = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+        parts.append(np.tile(pixels.contiguous().numpy(), (repeats, 1, 1, 1)))
     return np.concatenate(parts)
 
 
 def encode(frames: np.ndarray, rate: int, codec: str = "libx264", container: str = "mp4") -> bytes:
-    """One video file in memory, `frames` as (T, height, width, 3) uint8."""
-    import av  # here, so that training needs no video library
+    """Encode `frames`, (T, height, width, 3) uint8, as one video file in memory."""
+    import av  # not at the top: training needs no video library
 
+    options = {"crf": "20"} if codec == "libx264" else {}
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as out:
-        stream: Any = out.add_stream(
-            codec, rate=rate, options={"crf": "20"} if codec == "libx264" else {}
-        )
+        stream: Any = out.add_stream(codec, rate=rate, options=options)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
         stream.time_base = Fraction(1, rate)
-        stream.codec_context.thread_count = 1  # with more the bytes differ from run to run
+        stream.codec_context.thread_count = 1  # with more, bytes differ from run to run
         for image in frames:
             out.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
         out.mux(stream.encode())
     return buffer.getvalue()
 
 
-CLIP_SIZES = ((240, 320), (240, 240), (320, 240), (180, 320), (192, 256))  # height, width
+class EncodedClip(NamedTuple):
+    """A clip's scenes and its MP4 file."""
+
+    scenes: tuple[Scene, ...]
+    data: bytes
 
 
 def make_clip(
     seed: int, scenes: int, size: tuple[int, int] | None = None, rate: int = 8, repeats: int = 1
-) -> tuple[tuple[Scene, ...], bytes]:
-    """The clip that belongs to a seed: its scenes and its MP4 file (H.264). With `repeats` a scene
-    lasts that many times `SCENE_SECONDS`: its shape goes its way again and again, as fast as
-    ever."""
+) -> EncodedClip:
+    """The clip of a seed, encoded as H.264.
+
+    Args:
+        scenes: their number.
+        size: height and width in pixels; one of `CLIP_SIZES` if None.
+        rate: frames/s.
+        repeats: how often each scene is shown; a scene then lasts `repeats` × `SCENE_SECONDS`.
+    """
     rng = random.Random(seed)
-    story = draw_scenes(rng, scenes)
+    drawn = draw_scenes(rng, scenes)
     height, width = size or rng.choice(CLIP_SIZES)
-    return story, encode(clip_frames(rng, story, height, width, rate=rate, repeats=repeats), rate)
+    frames = clip_frames(rng, drawn, height, width, rate=rate, repeats=repeats)
+    return EncodedClip(drawn, encode(frames, rate))

@@ -1,14 +1,14 @@
-"""How right the demo model is: clips of 1 to 8 scenes, encoded as H.264 and read back through the
-frames stage, are captioned and asked questions, and what it writes is compared with what was drawn.
-With `--visual-tokens` the clips have 4 to 12 longer scenes, so that every context holds about that
+"""Accuracy of the demo model: clips of 1 to 8 scenes are encoded as H.264, read back through the
+frames stage, captioned and asked questions; the texts are compared with what was drawn.
+
+With `--visual-tokens` the clips have 4 to 12 scenes, which last until each context has about that
 many visual tokens."""
 
 from __future__ import annotations
 
 import random
 import tempfile
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,45 +17,50 @@ from typing import Any, Literal
 import torch
 
 from jobs.demo_model import world
-from pipeline.command_line import (
-    parse_flags,
-)
-from pipeline.config import (
-    Job,
-    draft_of,
-    model_path,
-)
-from pipeline.records import FrameOptions, UsageError
+from jobs.suites.shared.flags import parse_suite_flags, require_at_least
+from jobs.suites.shared.timing import Stopwatch
+from jobs.suites.shared.workload import raise_errors
+from pipeline.command_line import flag
+from pipeline.config import Job, draft_of, model_path
+from pipeline.records import FrameOptions
 from pipeline.video.frame_plan import plan_frames, smart_resize
 from pipeline.video.frames import decode
 from pipeline.video.probe import probe
 from std_core.engine.engine import Engine
 from std_core.types import Geometry, Request, Result, Sampling
 
-QUESTIONS = 9  # asked of a clip at most, besides the caption
+MAX_QUESTIONS = 9  # on a clip, besides the caption
 MAX_SCENES = 8
 MAX_TOKENS = 256
-LONG_SCENES = (4, world.MAX_SCENES)  # of a clip with a given number of visual tokens
-LONG_SIZE = (240, 240)  # pixels; becomes the demo model's largest frame
-LONG_RATE = 2  # frames a second, all of them sampled
+# clips with a given number of visual tokens
+LONG_SCENES = (4, world.MAX_SCENES)
+LONG_SIZE = (240, 240)  # pixels; resized to the demo model's largest frame
+LONG_RATE = 2  # frames/s, all of them sampled
+
+CAPTION = "caption_clause_accuracy"
+ANSWER = "answer_accuracy"
 
 
 @dataclass(frozen=True)
 class Flags:
     """The suite's command line."""
 
-    seed: int = 0
-    clips: int = 200
-    visual_tokens: int | None = None
-    model: str = "demo"
-    draft: str = "std"
-    mode: Literal["std", "dense"] = "std"
-    device: str = "cpu"
+    seed: int = flag(0, "of the clips and questions")
+    clips: int = flag(200, "number of clips")
+    visual_tokens: int | None = flag(None, "of each clip, about; default: short clips")
+    model: str = flag("demo", "preset of conf/model or folder")
+    draft: str = flag("std", "preset of conf/draft")
+    mode: Literal["std", "dense"] = flag("std", "dense: without a draft")
+    device: str = flag("cpu", "cpu or cuda")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request's truth; `answer` is empty for the caption."""
+class Expected:
+    """The truth about one request.
+
+    Args:
+        answer: empty for a caption.
+    """
 
     scenes: tuple[world.Scene, ...]
     answer: str = ""
@@ -63,98 +68,103 @@ class Asked:
 
 @dataclass
 class Tally:
-    """Rights and counts per number of scenes."""
+    """Right and counted clauses and answers, by (number of scenes, kind)."""
 
     right: Counter[tuple[int, str]] = field(default_factory=Counter)
     counted: Counter[tuple[int, str]] = field(default_factory=Counter)
 
-    def add(self, asked: Asked, text: str) -> None:
-        kind = "answer_accuracy" if asked.answer else "caption_clause_accuracy"
-        right, counted = (
-            (text.strip() == asked.answer, 1)
-            if asked.answer
-            else world.score_caption(asked.scenes, text)
-        )
-        self.right[len(asked.scenes), kind] += right
-        self.counted[len(asked.scenes), kind] += counted
+    def add(self, expected: Expected, text: str) -> None:
+        scenes = len(expected.scenes)
+        if expected.answer:
+            self.right[scenes, ANSWER] += text.strip() == expected.answer
+            self.counted[scenes, ANSWER] += 1
+        else:
+            score = world.score_caption(expected.scenes, text)
+            self.right[scenes, CAPTION] += score.right
+            self.counted[scenes, CAPTION] += score.counted
 
-    def share(self, kind: str, scenes: int | None = None) -> float:
+    @property
+    def scene_counts(self) -> list[int]:
+        return sorted({scenes for scenes, _ in self.counted})
+
+    def accuracy(self, kind: str, scenes: int | None = None) -> float:
+        """Of clips with `scenes` scenes, or of all; 0 where nothing was counted."""
         keys = [key for key in self.counted if key[1] == kind and scenes in (None, key[0])]
         counted = sum(self.counted[key] for key in keys)
         return round(sum(self.right[key] for key in keys) / counted, 4) if counted else 0.0
 
+    def accuracies(self, scenes: int | None = None) -> dict[str, float]:
+        return {kind: self.accuracy(kind, scenes) for kind in (CAPTION, ANSWER)}
+
 
 def run(argv: list[str]) -> dict[str, Any]:
-    """The suite's figures."""
-    flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite demo_quality")
-    if flags.clips < 1:
-        raise UsageError(f"--clips is {flags.clips}: at least 1 is needed")
-    if flags.visual_tokens is not None and flags.visual_tokens < 1:
-        raise UsageError(f"--visual-tokens is {flags.visual_tokens}: at least 1 is needed")
-    began = time.monotonic()
+    """Return the suite's figures."""
+    flags = parse_suite_flags(Flags, argv, "demo_quality", __doc__)
+    require_at_least(flags, clips=1, visual_tokens=1)
+    watch = Stopwatch()
     draft = draft_of(Job(draft=flags.draft, mode=flags.mode))
     engine = Engine.load(model_path(flags.model), device=flags.device)
-    truth: dict[str, Asked] = {}
+    truth: dict[str, Expected] = {}
     tally = Tally()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for result in engine.run(_requests(flags, engine, truth, Path(folder)), draft):
-            if result.error is not None:
-                raise result.error
+        requests = _requests(flags, engine, truth, Path(folder))
+        for result in raise_errors(engine.run(requests, draft)):
             tally.add(truth.pop(result.request_id), result.text)
             results.append(result)
-    return _figures(flags, tally, results) | {"seconds": round(time.monotonic() - began, 1)}
+    return _figures(flags, tally, results) | {"seconds": round(watch.seconds, 1)}
 
 
 def _figures(flags: Flags, tally: Tally, results: list[Result]) -> dict[str, Any]:
     rounds = sum(r.rounds for r in results)
-    kinds = ("caption_clause_accuracy", "answer_accuracy")
-    by_scenes: dict[str, dict[str, float]] = defaultdict(dict)
-    for scenes in sorted({scenes for scenes, _ in tally.counted}):
-        by_scenes[str(scenes)] = {kind: tally.share(kind, scenes) for kind in kinds}
-    return {kind: tally.share(kind) for kind in kinds} | {
-        "by_scenes": by_scenes,
+    accepted = sum(r.accepted for r in results)
+    return {
+        **tally.accuracies(),
+        "by_scenes": {str(scenes): tally.accuracies(scenes) for scenes in tally.scene_counts},
         "clips": flags.clips,
         "seed": flags.seed,
         "requests": len(results),
-        "accepted_per_round": round(sum(r.accepted for r in results) / rounds, 4)
-        if rounds
-        else 0.0,
+        "accepted_per_round": round(accepted / rounds, 4) if rounds else 0.0,
         "visual_tokens": round(sum(r.num_visual_tokens for r in results) / len(results), 1),
         "kv_keep": round(sum(r.kv_keep for r in results) / len(results), 4),
     }
 
 
 def _requests(
-    flags: Flags, engine: Engine, truth: dict[str, Asked], folder: Path
+    flags: Flags, engine: Engine, truth: dict[str, Expected], folder: Path
 ) -> Iterator[Request]:
-    """Clip by clip, as the engine asks for them."""
+    """Caption and questions, clip by clip as the engine takes them.
+
+    Args:
+        truth: by `request_id`; filled with each request.
+    """
     rng = random.Random(f"demo_quality {flags.seed}")
     for number in range(flags.clips):
-        story, file = _clip(rng, flags.visual_tokens, engine.checkpoint.geometry)
+        clip = draw_clip(rng, flags.visual_tokens, engine.checkpoint.geometry)
         path = folder / f"{number}.mp4"
-        path.write_bytes(file)
-        frames, fps = _read(str(path), engine, flags.visual_tokens is not None)
+        path.write_bytes(clip.data)
+        frames, fps = _read_frames(str(path), engine, every_frame=flags.visual_tokens is not None)
         path.unlink()
-        pool = world.questions(story)
-        pairs = [(world.CAPTION_PROMPTS[0], ""), *rng.sample(pool, min(QUESTIONS, len(pool)))]
-        for place, (prompt, answer) in enumerate(pairs):
-            name = f"{number}/{place}"
-            truth[name] = Asked(story, answer)
+        questions = world.questions(clip.scenes)
+        asked = rng.sample(questions, min(MAX_QUESTIONS, len(questions)))
+        prompts = [(world.CAPTION_PROMPTS[0], ""), *asked]
+        for index, (prompt, answer) in enumerate(prompts):
+            request_id = f"{number}/{index}"
+            truth[request_id] = Expected(clip.scenes, answer)
             yield Request(
-                name,
+                request_id,
                 prompt=prompt,
                 frames=frames,
-                video_id=str(number),
+                video=str(number),
                 fps=fps,
                 sampling=Sampling(MAX_TOKENS),
             )
 
 
-def _clip(
+def draw_clip(
     rng: random.Random, visual_tokens: int | None, geometry: Geometry
-) -> tuple[tuple[world.Scene, ...], bytes]:
-    """A short clip, or one whose scenes are repeated until its frames make about `visual_tokens`
+) -> world.EncodedClip:
+    """A short clip, or one whose scenes are repeated until its frames have about `visual_tokens`
     tokens."""
     seed = rng.getrandbits(48)
     if visual_tokens is None:
@@ -163,15 +173,14 @@ def _clip(
     height, width = smart_resize(
         *LONG_SIZE, geometry.factor, geometry.min_pixels, geometry.max_pixels
     )
-    once = scenes * geometry.tokens(int(world.SCENE_SECONDS * LONG_RATE), height, width)
-    return world.make_clip(
-        seed, scenes, LONG_SIZE, LONG_RATE, repeats=max(1, round(visual_tokens / once))
-    )
+    frames_per_scene = int(world.SCENE_SECONDS * LONG_RATE)
+    tokens_without_repeats = scenes * geometry.tokens(frames_per_scene, height, width)
+    repeats = max(1, round(visual_tokens / tokens_without_repeats))
+    return world.make_clip(seed, scenes, LONG_SIZE, LONG_RATE, repeats=repeats)
 
 
-def _read(uri: str, engine: Engine, every_frame: bool) -> tuple[torch.Tensor, float]:
-    """A clip's frames as a job would hand them to the engine; `every_frame` whatever their
-    number."""
+def _read_frames(uri: str, engine: Engine, *, every_frame: bool) -> tuple[torch.Tensor, float]:
+    """Frames and their rate, sampled as a job does it, or all of them."""
     info = probe(uri)
     options = FrameOptions(nframes=info.frames) if every_frame else FrameOptions()
     frames = decode(uri, info, plan_frames(info, options, engine.checkpoint.geometry))

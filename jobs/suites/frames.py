@@ -1,9 +1,9 @@
-"""What the frames stage costs: probing and reading from S3, decoding beside the plainest ways to do
-it, and memory.
+"""What decoding frames costs: CPU time beside simpler ways to decode, memory, and probing and reading
+from S3.
 
-Clips are drawn here (a soft texture that pans, with grain), a few seconds encoded once as H.264 and
-repeated packet by packet, so that a clip of any length and size takes seconds to make and has its
-key frames where it should."""
+The clips are drawn here: a soft texture that pans, with grain. A few seconds are encoded once as
+H.264 and repeated packet by packet, so that a clip of any length takes seconds to make and has its
+key frames where they are wanted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -23,14 +21,13 @@ from typing import Any
 import av
 import numpy as np
 
-from jobs.suites.shared.counting_s3 import BUCKET, counting_s3
+from jobs.suites.shared.flags import parse_suite_flags
+from jobs.suites.shared.local_s3 import LocalS3, local_s3
+from jobs.suites.shared.process_memory import peak_resident_bytes, reset_peak, resident_bytes
+from jobs.suites.shared.timing import Stopwatch, cpu_seconds
 from pipeline import storage
-from pipeline.command_line import (
-    parse_flags,
-)
-from pipeline.config import (
-    ROOT,
-)
+from pipeline.command_line import flag
+from pipeline.config import ROOT
 from pipeline.records import FrameOptions, FramePlan, UsageError, VideoInfo
 from pipeline.video import pyav_reader
 from pipeline.video.decode_job import DecodeJob, FrameBuffer, resize
@@ -40,90 +37,92 @@ from pipeline.video.probe import probe
 from pipeline.video.sandbox import close_workers
 from std_core.types import Geometry
 
-RATE = 30
-TOTAL_PIXELS = int(128_000 * 28 * 28 * 0.9)  # of all frames together: qwen-vl-utils' default
-AFTER = 50  # files, from which on memory should not grow
+BUCKET = "videos"
+RATE = 30  # frames/s
+LONG_GOP = 250  # frames, libx264's default
+TOTAL_PIXELS = int(128_000 * 28 * 28 * 0.9)  # qwen-vl-utils' default for all frames together
+SAMPLED_RATES = (0.5, 2.0)  # frames/s
+WARMUP_FILES = 50  # after which memory should not grow
+S3_CLIP_SECONDS = 8
+S3_BITRATE = 40_000_000  # bits/s at 720p
+MEMORY_FRAMES = 32
 
 
 @dataclass(frozen=True)
 class Flags:
     """The suite's command line."""
 
-    seconds: int = 600  # of the clips that are decoded
-    height: int = 720  # of their pictures; 16:9
-    probes: int = 400  # files whose headers are read from S3
-    megabytes: int = 500  # of the file of which 16 frames are read from S3
-    files: int = 500  # that are decoded in a row
-    seed: int = 0
+    seconds: int = flag(600, "of the decoded clips")
+    height: int = flag(720, "of their frames, which are 16:9")
+    probes: int = flag(400, "files that are probed on S3")
+    megabytes: int = flag(500, "size of the file of which 16 frames are read from S3")
+    files: int = flag(500, "that are decoded one after another")
+    seed: int = flag(0, "of the texture")
 
 
 def run(argv: list[str]) -> dict[str, Any]:
-    """The suite's figures."""
-    flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite frames")
+    """Return the suite's figures."""
+    flags = parse_suite_flags(Flags, argv, "frames", __doc__)
     if min(flags.seconds, flags.height // 32, flags.probes, flags.megabytes, flags.files) < 1:
         raise UsageError(
             "--seconds, --probes, --megabytes and --files have to be 1 or more, --height 32 or more"
         )
-    began = time.monotonic()
+    watch = Stopwatch()
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        figures["decoding"] = {str(fps): _decoding(flags, folder, fps) for fps in (0.5, 2.0)}
-        figures["peak_memory_mb"] = _memory(flags, folder)
-        with counting_s3() as counts:
-            figures["probe"] = _probing(flags, folder, counts)
-            figures["sixteen_frames"] = _sixteen(flags, folder, counts)
+        figures["decoding"] = {str(fps): _decoding(flags, folder, fps) for fps in SAMPLED_RATES}
+        figures["peak_memory_mb"] = _peak_memory(flags, folder)
+        with local_s3(BUCKET) as server:
+            figures["probe"] = _probing(flags, folder, server)
+            figures["sixteen_frames"] = _sixteen_frames(flags, folder, server)
             close_workers()
-        figures["in_a_row"] = _in_a_row(flags, folder)
+        figures["in_a_row"] = _many_files(flags, folder)
     close_workers()
-    return figures | {"seconds": round(time.monotonic() - began, 1)}
+    return figures | {"seconds": round(watch.seconds, 1)}
 
 
 # ----------------------------------------------------------------------------------------- decoding
 
 
 def _decoding(flags: Flags, folder: Path, fps: float) -> dict[str, Any]:
-    """CPU seconds of one thread, with few key frames and with many; ratios to decoding every frame
-    unconverted."""
-    few = 250
-    many = int(RATE / fps / 2)
-    return {
-        f"gop_{gop}": _beside(write(folder / f"{fps}-{gop}.mp4", flags, gop, flags.seconds), fps)
-        for gop in (few, many)
-    }
+    """CPU seconds with few key frames and with a key frame every half step."""
+    figures = {}
+    for gop in (LONG_GOP, int(RATE / fps / 2)):
+        path = write_clip(folder / f"{fps}-{gop}.mp4", flags, gop, flags.seconds)
+        figures[f"gop_{gop}"] = _compare_decoders(path, fps)
+        path.unlink()
+    return figures
 
 
-def _beside(path: Path, fps: float) -> dict[str, Any]:
+def _compare_decoders(path: Path, fps: float) -> dict[str, Any]:
+    """CPU seconds of one thread, and their ratio to decoding every frame without conversion."""
     info = probe(str(path))
     options = FrameOptions(fps=fps, max_frames=10**6, total_pixels=TOTAL_PIXELS)
     plan = plan_frames(info, options, Geometry())
-    ways = {
-        "every_frame": _every_frame,
-        "ours": _ours,
-        "pyav": _plain_pyav,
-        "decord": _plain_decord,
+    decoders = {
+        "every_frame": _decode_every_frame,
+        "ours": _decode_ours,
+        "pyav": _decode_plain_pyav,
+        "decord": _decode_plain_decord,
     }
-    took = {name: _cpu(partial(way, str(path), info, plan)) for name, way in ways.items()}
-    path.unlink()
-    every = took["every_frame"]
+    seconds = {
+        name: cpu_seconds(partial(decoder, str(path), info, plan))
+        for name, decoder in decoders.items()
+    }
+    every_frame = seconds["every_frame"]
     return {
         "frames": len(plan.times),
         "size": [plan.height, plan.width],
-        "cpu_s": {name: round(seconds, 2) for name, seconds in took.items()},
+        "cpu_s": {name: round(s, 2) for name, s in seconds.items()},
         "to_every_frame": {
-            name: round(took[name] / every, 3) for name in ("ours", "pyav", "decord")
+            name: round(s / every_frame, 3) for name, s in seconds.items() if name != "every_frame"
         },
     }
 
 
-def _cpu(work: Callable[[], None]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
-
-
-def _every_frame(path: str, info: VideoInfo, plan: FramePlan) -> None:
-    """All frames decoded, none converted."""
+def _decode_every_frame(path: str, info: VideoInfo, plan: FramePlan) -> None:
+    """All frames, none converted."""
     with av.open(path) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_type = "NONE"
@@ -131,11 +130,19 @@ def _every_frame(path: str, info: VideoInfo, plan: FramePlan) -> None:
             pass
 
 
-def _ours(path: str, info: VideoInfo, plan: FramePlan) -> None:
+def _decode_ours(path: str, info: VideoInfo, plan: FramePlan) -> None:
+    """The PyAV reader of the pipeline, in this process."""
     job = DecodeJob(
-        path, False, plan.times, info.start, info.fps, plan.height, plan.width, info.height * info.width * 3,
-        info.size_bytes,
-    )  # fmt: skip
+        path,
+        remote=False,
+        times=plan.times,
+        start=info.start,
+        fps=info.fps,
+        height=plan.height,
+        width=plan.width,
+        frame_bytes=info.height * info.width * 3,
+        size_bytes=info.size_bytes,
+    )
     memory = os.memfd_create("frames")
     buffer = FrameBuffer(memory, job)
     pyav_reader.decode(job, buffer)
@@ -144,19 +151,21 @@ def _ours(path: str, info: VideoInfo, plan: FramePlan) -> None:
         raise RuntimeError(f"{buffer.num_lost} of {len(plan.times)} frames were lost")
 
 
-def _plain_pyav(path: str, info: VideoInfo, plan: FramePlan) -> None:
-    """As one would write it: through all frames, the sampled ones resized as they come."""
-    wanted = {round(t * info.fps) for t in plan.times}
+def _decode_plain_pyav(path: str, info: VideoInfo, plan: FramePlan) -> None:
+    """Decode all frames in order and resize the sampled ones."""
+    sampled = {round(t * info.fps) for t in plan.times}
     with av.open(path) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_type = "NONE"
         for number, frame in enumerate(container.decode(stream)):
-            if number in wanted:
+            if number in sampled:
                 resize(frame, plan.height, plan.width, 0)
 
 
-def _plain_decord(path: str, info: VideoInfo, plan: FramePlan) -> None:
-    sys.modules.setdefault("nvidia", None)  # type: ignore[arg-type]  # it would load all of CUDA
+def _decode_plain_decord(path: str, info: VideoInfo, plan: FramePlan) -> None:
+    """Index decord's reader by frame number."""
+    # decord imports the package nvidia where there is one, which loads all of CUDA
+    sys.modules.setdefault("nvidia", None)  # type: ignore[arg-type]
     import decord
 
     reader = decord.VideoReader(path, num_threads=1, width=plan.width, height=plan.height)
@@ -167,114 +176,104 @@ def _plain_decord(path: str, info: VideoInfo, plan: FramePlan) -> None:
 # ------------------------------------------------------------------------------------------- memory
 
 
-def _memory(flags: Flags, folder: Path) -> dict[str, float]:
-    """Peak of a process that decodes 32 frames of a clip, for two lengths."""
+def _peak_memory(flags: Flags, folder: Path) -> dict[str, float]:
+    """MiB that decoding 32 frames takes beyond a process's memory, for two lengths of clips."""
     peaks = {}
     for seconds in (max(2, flags.seconds // 10), max(3, flags.seconds)):
-        path = write(folder / f"{seconds}.mp4", flags, 250, seconds)
-        code = f"from suites.frames import peak; peak({str(path)!r})"
-        search = os.pathsep.join((str(ROOT), str(ROOT / "jobs")))
-        told = subprocess.run(
-            [sys.executable, "-c", code],
+        path = write_clip(folder / f"{seconds}.mp4", flags, LONG_GOP, seconds)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                f"from jobs.suites.frames import print_peak; print_peak({str(path)!r})",
+            ],
             check=True,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": search},
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
-        peaks[f"{seconds}_s"] = round(int(told.stdout.split()[-1]) / 1024, 1)
+        peaks[f"{seconds}_s"] = round(int(done.stdout.split()[-1]) / 2**20, 1)
         path.unlink()
     return peaks
 
 
-def peak(path: str) -> None:
-    """Prints this process's peak memory in KiB above what it held before it decoded 32 frames. The
-    system is told to forget the peak of the imports, which is larger."""
+def print_peak(path: str) -> None:
+    """Print the bytes that decoding 32 frames takes at its peak beyond this process's memory."""
     info = probe(path)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _highest()
-    _ours(path, info, plan_frames(info, FrameOptions(nframes=32), Geometry()))
-    print(_highest() - before)
+    reset_peak()  # that of the imports is larger
+    before = peak_resident_bytes()
+    plan = plan_frames(info, FrameOptions(nframes=MEMORY_FRAMES), Geometry())
+    _decode_ours(path, info, plan)
+    print(peak_resident_bytes() - before)
 
 
-def _highest() -> int:
-    """KiB that this process has held at most."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0])
-
-
-def _in_a_row(flags: Flags, folder: Path) -> dict[str, Any]:
-    """Memory of this process, which supervises the decoders, over many files."""
-    path = str(write(folder / "row.mp4", flags, 15, 1, height=96))
-    info = probe(path)
-    plan = plan_frames(
-        info, FrameOptions(nframes=4), Geometry(min_pixels=28 * 28, max_pixels=16 * 28 * 28)
-    )
-    held = []
+def _many_files(flags: Flags, folder: Path) -> dict[str, Any]:
+    """Memory of this process, which supervises the decoding processes, over many files."""
+    path = str(write_clip(folder / "row.mp4", flags, 15, 1, height=96))
+    geometry = Geometry(min_pixels=28 * 28, max_pixels=16 * 28 * 28)
+    plan = plan_frames(probe(path), FrameOptions(nframes=4), geometry)
+    megabytes = []
     for _ in range(flags.files):
         decode(path, probe(path), plan)
         gc.collect(0)
-        held.append(_resident())
-    first = held[min(AFTER, flags.files) - 1]
+        megabytes.append(round(resident_bytes() / 1e6, 1))
+    warm = megabytes[min(WARMUP_FILES, flags.files) - 1]
     return {
         "files": flags.files,
-        "mb_after_50": first,
-        "mb_at_the_end": held[-1],
-        "ratio": round(held[-1] / first, 4),
+        "mb_after_50": warm,
+        "mb_at_the_end": megabytes[-1],
+        "ratio": round(megabytes[-1] / warm, 4),
     }
-
-
-def _resident() -> float:
-    """MB of this process."""
-    return round(
-        int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6, 1
-    )
 
 
 # ----------------------------------------------------------------------------------------------- S3
 
 
-def _probing(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str, Any]:
-    """Headers of many files, half of them with the index at the end."""
+def _probing(flags: Flags, folder: Path, server: LocalS3) -> dict[str, Any]:
+    """Probe many files, half of them with the index at the end."""
     clips = [
-        write(folder / f"{at}.mp4", flags, 30, 8, front=at == "front").read_bytes()
-        for at in ("front", "back")
+        write_clip(folder / f"{name}.mp4", flags, 30, S3_CLIP_SECONDS, faststart=faststart)
+        for name, faststart in (("front", True), ("back", False))
     ]
+    contents = [clip.read_bytes() for clip in clips]
     uris = [f"s3://{BUCKET}/{number}.mp4" for number in range(flags.probes)]
     for number, uri in enumerate(uris):
-        storage.put(uri, clips[number % 2])
-    before = counts()
-    began = time.monotonic()
+        storage.put(uri, contents[number % 2])
+    before = server.traffic()
+    watch = Stopwatch()
     found = storage.map_concurrently(probe, uris, threads=16)
-    seconds = time.monotonic() - began
-    assert all(info.frames == 8 * RATE for info in found)
-    after = counts()
+    seconds = watch.seconds
+    assert all(info.frames == S3_CLIP_SECONDS * RATE for info in found)
+    after = server.traffic()
     return {
         "files": flags.probes,
-        "file_bytes": sum(map(len, clips)) // 2,
+        "file_bytes": sum(map(len, contents)) // 2,
         "per_minute": round(60 * flags.probes / seconds),
         "bytes_per_file": (after.bytes - before.bytes) // flags.probes,
         "requests_per_file": round((after.requests - before.requests) / flags.probes, 2),
     }
 
 
-def _sixteen(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str, Any]:
-    """16 frames of one large file: a clip of 40 Mbit/s (at 720p) with a key frame a second, all of
-    it footage."""
-    rate = 40_000_000 * flags.height**2 // 720**2
-    once = write(folder / "large.mp4", flags, 30, 8, bitrate=rate).stat().st_size
-    seconds = max(8, round(8 * flags.megabytes * 1e6 / once))
-    path = write(folder / "large.mp4", flags, 30, seconds, bitrate=rate)
+def _sixteen_frames(flags: Flags, folder: Path, server: LocalS3) -> dict[str, Any]:
+    """Bytes read for 16 frames of one large file with a key frame per second."""
+    bitrate = S3_BITRATE * flags.height**2 // 720**2
+    path = folder / "large.mp4"
+    write_clip(path, flags, 30, S3_CLIP_SECONDS, bitrate=bitrate)
+    clip_bytes = path.stat().st_size
+    repeats = flags.megabytes * 1e6 / clip_bytes
+    seconds = max(S3_CLIP_SECONDS, round(S3_CLIP_SECONDS * repeats))
+    write_clip(path, flags, 30, seconds, bitrate=bitrate)
     uri = f"s3://{BUCKET}/large.mp4"
     storage.put(uri, path.read_bytes())
-    before = counts()
+    before = server.traffic()
     info = probe(uri)
-    frames = decode(
-        uri, info, plan_frames(info, FrameOptions(nframes=16), Geometry()), Limits(deadline=600.0)
-    )
-    after = counts()
+    plan = plan_frames(info, FrameOptions(nframes=16), Geometry())
+    frames = decode(uri, info, plan, Limits(deadline=600.0))
+    after = server.traffic()
+    read = after.bytes - before.bytes
     return {
         "file_bytes": info.size_bytes,
-        "bytes": after.bytes - before.bytes,
-        "share": round((after.bytes - before.bytes) / info.size_bytes, 4),
+        "bytes": read,
+        "share": round(read / info.size_bytes, 4),
         "requests": after.requests - before.requests,
         "frames": len(frames.pts),
     }
@@ -283,51 +282,68 @@ def _sixteen(flags: Flags, folder: Path, counts: Callable[[], Any]) -> dict[str,
 # -------------------------------------------------------------------------------------------- clips
 
 
-def write(
+def write_clip(
     path: Path,
     flags: Flags,
     gop: int,
     seconds: int,
-    front: bool = False,
+    *,
+    faststart: bool = False,
     bitrate: int = 0,
     height: int = 0,
 ) -> Path:
-    """A clip of `seconds` at `RATE` frames a second; every `gop`-th frame is a key frame, the index
-    at the front or the end."""
+    """Write a clip of `seconds` at `RATE` frames/s; returns its path.
+
+    Args:
+        gop: frames from one key frame to the next.
+        faststart: the index stands at the front of the file, not at its end.
+        bitrate: bits/s; 0 is libx264's default quality.
+        height: pixels; that of the flags if 0.
+    """
     once = path.with_suffix(".once.mp4")
-    count = max(gop, 250 // gop * gop)
+    whole_gops = max(gop, LONG_GOP // gop * gop)  # frames that can be repeated
     _encode(
-        once, flags, gop, min(count, seconds * RATE), bitrate=bitrate, height=height or flags.height
+        once,
+        flags,
+        gop,
+        min(whole_gops, seconds * RATE),
+        bitrate=bitrate,
+        height=height or flags.height,
     )
-    with (
-        av.open(str(once)) as source,
-        av.open(str(path), "w", options={"movflags": "+faststart"} if front else {}) as out,
-    ):
-        stream: Any = source.streams.video[0]
-        packets = [packet for packet in source.demux(stream) if packet.size]
-        target = out.add_stream_from_template(stream)
-        per_frame = round(Fraction(1, RATE) / stream.time_base)
-        for number in range(seconds * RATE):
-            turn, at = divmod(number, len(packets))
-            packet = av.Packet(bytes(packets[at]))
-            old = packets[at]
-            shift = turn * len(packets) * per_frame
-            packet.pts = old.pts + shift
-            packet.dts = old.dts + shift
-            packet.duration = per_frame
-            packet.time_base = stream.time_base
-            packet.is_keyframe = old.is_keyframe
-            packet.stream = target
-            out.mux(packet)
+    _repeat_packets(once, path, seconds * RATE, faststart=faststart)
     once.unlink()
     return path
 
 
-def _encode(path: Path, flags: Flags, gop: int, count: int, bitrate: int, height: int) -> None:
+def _repeat_packets(source_path: Path, path: Path, count: int, *, faststart: bool) -> None:
+    """Write `count` packets: those of the source again and again, with times that go on."""
+    options = {"movflags": "+faststart"} if faststart else {}
+    with av.open(str(source_path)) as source, av.open(str(path), "w", options=options) as out:
+        stream: Any = source.streams.video[0]
+        packets = [packet for packet in source.demux(stream) if packet.size]
+        target = out.add_stream_from_template(stream)
+        frame_duration = round(Fraction(1, RATE) / stream.time_base)
+        for number in range(count):
+            repeat, index = divmod(number, len(packets))
+            original = packets[index]
+            shift = repeat * len(packets) * frame_duration
+            packet = av.Packet(bytes(original))
+            packet.pts = original.pts + shift
+            packet.dts = original.dts + shift
+            packet.duration = frame_duration
+            packet.time_base = stream.time_base
+            packet.is_keyframe = original.is_keyframe
+            packet.stream = target
+            out.mux(packet)
+
+
+def _encode(path: Path, flags: Flags, gop: int, count: int, *, bitrate: int, height: int) -> None:
+    """Encode `count` frames of a texture that moves by one pixel per frame."""
     rng = np.random.default_rng(flags.seed)
-    height, width = height // 2 * 2, height * 16 // 9 // 2 * 2
+    width = height * 16 // 9 // 2 * 2  # H.264's 4:2:0 needs even sides
+    height = height // 2 * 2
     soft = rng.normal(128, 60, ((height + 64) // 16, (width + count + 64) // 16 + 1))
-    wide = np.clip(soft, 0, 255).astype(np.uint8).repeat(16, 0).repeat(16, 1)
+    texture = np.clip(soft, 0, 255).astype(np.uint8).repeat(16, 0).repeat(16, 1)
     grain = rng.integers(0, 12, (height, width), dtype=np.uint8)
     options = {"g": str(gop), "keyint_min": str(gop), "sc_threshold": "0", "preset": "veryfast"}
     with av.open(str(path), "w") as out:
@@ -338,10 +354,8 @@ def _encode(path: Path, flags: Flags, gop: int, count: int, bitrate: int, height
         if bitrate:
             stream.bit_rate = bitrate
         for number in range(count):
-            grey = wide[:height, number : number + width] // 2 + np.roll(grain, 7 * number)
-            out.mux(
-                stream.encode(
-                    av.VideoFrame.from_ndarray(grey, format="gray").reformat(format="yuv420p")
-                )
-            )
+            panned = texture[:height, number : number + width] // 2
+            pixels = panned + np.roll(grain, 7 * number)
+            frame = av.VideoFrame.from_ndarray(pixels, format="gray")
+            out.mux(stream.encode(frame.reformat(format="yuv420p")))
         out.mux(stream.encode())

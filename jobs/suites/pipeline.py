@@ -1,7 +1,8 @@
-"""Whether engines are kept busy, and what an archive of any size costs the driver. An engine of a
-given rate is fed by a decoder of `speed` times its demand, once with look-ahead and once without;
-then a manifest of `manifest` rows is read, probed, planned and answered, with stubs that take no
-time."""
+"""Whether the driver keeps engines busy, and what a large archive costs it.
+
+First, one engine of a given rate is fed by decoders of `--speed` times its demand, once with
+look-ahead and once without. Then a manifest of `--manifest` rows is read, probed, planned and
+answered by stubs that take no time."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs.suites.shared.flags import parse_suite_flags, require_positive
 from jobs.suites.shared.stubs import (
     FixedWaves,
     decode_stub_video,
@@ -26,174 +29,169 @@ from jobs.suites.shared.stubs import (
     stub_request,
     write_stub_video,
 )
-from pipeline.command_line import (
-    parse_flags,
-)
-from pipeline.config import (
-    Job,
-)
+from pipeline.command_line import flag
+from pipeline.config import Job
 from pipeline.driver import replica as replica_module
 from pipeline.driver.cluster import cluster, drive, engine_share
 from pipeline.job import run_job
-from pipeline.records import CompletedRequest, RunSnapshot, UsageError
+from pipeline.records import CompletedRequest, RunSnapshot
 
-LINKS = 20_000  # names per file, at most, in the manifest's archive
+MAX_LINKS = 20_000  # names per file of the manifest's archive
+VIDEOS_IN_FLIGHT = 6
+MAX_MODEL_LEN = 4096
+SLOTS = 64  # of the engine that answers the manifest
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The suite's command line. `seconds` is what a request takes in the engine; `manifest` is a
-    number of rows, each with a video of its own up to `videos` of them."""
+    """The suite's command line."""
 
-    requests: int = 200
-    seconds: float = 0.1
-    speed: float = 1.5
-    manifest: int = 10_000
-    videos: int = 1_000_000
+    requests: int = flag(200, "answered with look-ahead, and again without")
+    seconds: float = flag(0.1, "of a request in the engine")
+    speed: float = flag(1.5, "videos decoded per second over those that the engine answers")
+    manifest: int = flag(10_000, "rows of the manifest")
+    videos: int = flag(1_000_000, "different videos of the manifest, at most")
 
     def __post_init__(self) -> None:
-        for name in ("requests", "seconds", "speed", "manifest", "videos"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"--{name} is {getattr(self, name)}: more than 0 is needed")
+        require_positive(self, "requests", "seconds", "speed", "manifest", "videos")
 
 
 def run(argv: list[str]) -> dict[str, Any]:
-    """The suite's figures."""
-    flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite pipeline")
+    """Return the suite's figures."""
+    flags = parse_suite_flags(Flags, argv, "pipeline", __doc__)
     with cluster(Job()):
-        ahead = _measure(flags)
-        with _without_look_ahead():
-            alone = _measure(flags)
-        large = _manifest(flags)
+        with_lookahead = _drive_stubs(flags)
+        with _without_lookahead():
+            without_lookahead = _drive_stubs(flags)
+        manifest = _run_manifest(flags)
     return {
-        "engine_busy": ahead.busy,
-        "engine_busy_without_lookahead": alone.busy,
-        **ahead.memory,
-        **large,
+        "engine_busy": with_lookahead.busy,
+        "engine_busy_without_lookahead": without_lookahead.busy,
+        "most_bytes_in_flight": with_lookahead.snapshot.peak_frame_bytes,
+        "max_bytes_in_flight": with_lookahead.max_bytes_in_flight,
+        **manifest,
     }
 
 
-@dataclass
-class _Measured:
-    """What a drive handed on, and when."""
+# ------------------------------------------------------------------------------------- a busy engine
 
-    began: float = 0.0  # when the first request was begun
-    ended: float = 0.0
-    worked: float = 0.0  # s inside the engine
+
+@dataclass
+class EngineUse:
+    """Observer of a run: how long its engine worked. Times in seconds of `time.monotonic`.
+
+    Args:
+        start: when the first request began.
+        worked: time inside the engine.
+    """
+
+    start: float = 0.0
+    end: float = 0.0
+    worked: float = 0.0
+    max_bytes_in_flight: int = 0
     snapshot: RunSnapshot = field(default_factory=RunSnapshot)
 
-    def emit(self, answer: CompletedRequest) -> None:
-        """One request's result."""
+    def add_answer(self, answer: CompletedRequest) -> None:
         result = answer.result
-        self.ended = time.monotonic()
-        self.began = self.began or self.ended - result.decode_s
+        self.end = time.monotonic()
+        self.start = self.start or self.end - result.decode_s
         self.worked += result.vision_s + result.prefill_s + result.decode_s
 
-    def attach_metrics(self, instruments: Any, **where: Any) -> None:
-        """What bounds it."""
-        self.bound = where["max_bytes_in_flight"]
+    def attach_metrics(self, instruments: Any, **figures: Any) -> None:
+        self.max_bytes_in_flight = figures["max_bytes_in_flight"]
 
     def update(self, snapshot: RunSnapshot) -> None:
-        """What is where."""
         self.snapshot = snapshot
 
     @property
     def busy(self) -> float:
-        return round(self.worked / (self.ended - self.began), 4)
-
-    @property
-    def memory(self) -> dict[str, int]:
-        return {
-            "most_bytes_in_flight": self.snapshot.peak_frame_bytes,
-            "max_bytes_in_flight": self.bound,
-        }
+        """Share of the time from the first request to the last answer."""
+        return round(self.worked / (self.end - self.start), 4)
 
 
-def _measure(flags: Flags) -> _Measured:
-    """One engine with one slot; frames in flight are bounded to six videos."""
+def _drive_stubs(flags: Flags) -> EngineUse:
+    """Run all requests through one engine with one slot."""
     requests = [stub_request(number) for number in range(flags.requests)]
-    size = (
-        len(requests[0].frame_plan.times)
-        * requests[0].frame_plan.height
-        * requests[0].frame_plan.width
-        * 3
-    )
-    job = Job(max_num_seqs=1, max_bytes_in_flight=6 * size)
-    seen = _Measured()
-    load = partial(load_stub_engine, seconds=flags.seconds)
-    decode = partial(decode_stub_video, seconds=_decoders(job) * flags.seconds / flags.speed)
+    plan = requests[0].frame_plan
+    video_bytes = len(plan.times) * plan.height * plan.width * 3
+    job = Job(max_num_seqs=1, max_bytes_in_flight=VIDEOS_IN_FLIGHT * video_bytes)
+    decode_seconds = _parallel_decoders(job) * flags.seconds / flags.speed
+    use = EngineUse()
     drive(
         job,
         FixedWaves(requests, 1),
-        max_model_len=4096,
-        on_answer=seen.emit,
-        observer=seen,
-        load=load,
-        decode=decode,
+        max_model_len=MAX_MODEL_LEN,
+        on_answer=use.add_answer,
+        observer=use,
+        load=partial(load_stub_engine, seconds=flags.seconds),
+        decode=partial(decode_stub_video, seconds=decode_seconds),
     )
-    return seen
+    return use
 
 
-def _decoders(job: Job) -> int:
-    """Videos that decode at the same time."""
-    import ray  # the cluster's figures are its own
+def _parallel_decoders(job: Job) -> int:
+    """Videos that are decoded at the same time: one per CPU that the engine leaves free."""
+    import ray
 
     _, options, _ = engine_share(job)
     return max(1, int(ray.cluster_resources()["CPU"] - options["num_cpus"]))
 
 
 @contextmanager
-def _without_look_ahead() -> Iterator[None]:
-    """A video is decoded when a slot is free."""
-    before = replica_module.HELD, replica_module.AHEAD
-    replica_module.HELD = replica_module.AHEAD = 1
-    try:
+def _without_lookahead() -> Iterator[None]:
+    """Decode a video only when a slot is free."""
+    with (
+        mock.patch.object(replica_module, "HELD", 1),
+        mock.patch.object(replica_module, "AHEAD", 1),
+    ):
         yield
-    finally:
-        replica_module.HELD, replica_module.AHEAD = before
 
 
-# ------------------------------------------------------------------------------------ many requests
+# ------------------------------------------------------------------------------------ a large archive
 
 
-def _manifest(flags: Flags) -> dict[str, Any]:
-    """All of it: Parquet in, headers, waves, one engine, Parquet out."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = _archive(flags, Path(folder))
-        before = _memory()
-        began = time.time()
-        first = Path(folder) / "first"
-        job = Job(input=source, output=str(Path(folder) / "out"), max_num_seqs=64)
+def _run_manifest(flags: Flags) -> dict[str, Any]:
+    """A whole job: the manifest's Parquet, headers, waves, one engine, Parquet rows."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        manifest = _write_archive(flags, folder)
+        first_request = folder / "first"  # touched by the engine
+        job = Job(input=manifest, output=str(folder / "out"), max_num_seqs=SLOTS)
+        before = _peak_mebibytes(resource.RUSAGE_SELF)
+        start = time.time()  # comparable with the file's time
         summary = run_job(
-            job, load=partial(load_stub_engine, begun=str(first)), decode=decode_stub_video
+            job, load=partial(load_stub_engine, begun=str(first_request)), decode=decode_stub_video
         )
-        waited = first.stat().st_mtime - began
+        first_wave_seconds = first_request.stat().st_mtime - start
     return {
         "manifest_requests": summary["requests"],
         "manifest_errors": summary["errors"],
         "manifest_seconds": summary["seconds"],
-        "first_wave_seconds": round(waited, 1),
-        "driver_megabytes": round(_memory()),
+        "first_wave_seconds": round(first_wave_seconds, 1),
+        "driver_megabytes": round(_peak_mebibytes(resource.RUSAGE_SELF)),
         "driver_megabytes_before": round(before),
-        "survey_megabytes": round(_memory(resource.RUSAGE_CHILDREN)),
+        "survey_megabytes": round(_peak_mebibytes(resource.RUSAGE_CHILDREN)),
     }
 
 
-def _archive(flags: Flags, folder: Path) -> str:
-    """A manifest of rows on one clip under many names."""
+def _write_archive(flags: Flags, folder: Path) -> str:
+    """A manifest whose videos are hard links to a few copies of one clip; returns its path."""
     count = min(flags.videos, flags.manifest)
     for number in range(count):
-        original = folder / f"{number // LINKS}.original"
-        if number % LINKS == 0:
+        original = folder / f"{number // MAX_LINKS}.original"
+        if number % MAX_LINKS == 0:
             write_stub_video(original)
         os.link(original, folder / f"{number}.mp4")
     rows = range(flags.manifest)
     videos = [str(folder / f"{number * count // flags.manifest}.mp4") for number in rows]
     table = pa.table({"video": videos, "question": [f"Question {number}?" for number in rows]})
-    pq.write_table(table, folder / "manifest.parquet")
-    return str(folder / "manifest.parquet")
+    manifest = folder / "manifest.parquet"
+    pq.write_table(table, manifest)
+    return str(manifest)
 
 
-def _memory(whose: int = resource.RUSAGE_SELF) -> float:
-    """The most that this process has had, or one that it started and that is over, in MB."""
-    return resource.getrusage(whose).ru_maxrss / 1024
+def _peak_mebibytes(who: int) -> float:
+    """Peak resident memory of this process (`RUSAGE_SELF`), or the largest of its children that
+    have ended (`RUSAGE_CHILDREN`)."""
+    kibibytes = resource.getrusage(who).ru_maxrss
+    return kibibytes / 1024

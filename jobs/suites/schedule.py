@@ -1,14 +1,15 @@
-"""Whether the plan's choice of a draft is the right one: over a mix of cells (context, slots,
-length of the answer, greedy or drawn) the dense loop, every fixed setting and the scheduler's
-choice, in turn, in one process. JSON comes last.
+"""Whether the planner chooses the right draft. Over a grid of cells (context, slots, length of the
+answer, greedy or sampled), the dense loop, every fixed draft and the planner's choice take turns in
+one process.
 
-A cell is a wave as a run has it: more requests than slots, which are filled again as rows finish,
-through the engine; the scheduler's with its gamma schedule. Its time is that of all rounds,
-and what a draft costs once per row; vision and prefill, which are the same whatever drafts, are
-done before. The oracle is chosen on every second turn and timed, as all others are, on the rest.
-Where no setting is far from the best of each cell, or few are ever the best, there is nothing to
-choose and the suite says so. Calibration runs in a process of its own, at contexts that are none of
-the cells'."""
+A cell is a wave as a run has it: more requests than slots, which are refilled as rows finish. The
+planner's choice runs with the pace that it sets. A wave's time is that of all its rounds, plus a
+draft's one-time cost per request; vision and prefill, which are the same for all drafts, are done
+before. The oracle is chosen on every second turn; it and all others are timed on the other turns.
+
+Where no draft is far from the best of each cell, or only few are ever the best, there is nothing to
+choose: the suite then fails. Calibration runs in a process of its own, at contexts that no cell
+has."""
 
 from __future__ import annotations
 
@@ -19,384 +20,432 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from jobs.calibration import measure
-from jobs.suites.acceptance import subjects
-from jobs.suites.acceptance.subjects import Subject
-from jobs.suites.shared.paired_timing import ratio
-from pipeline.command_line import (
-    parse_flags,
+from jobs.suites.shared import workload
+from jobs.suites.shared.flags import (
+    EngineFlags,
+    parse_drafts,
+    parse_numbers,
+    parse_suite_flags,
 )
-from pipeline.plan.choose import DEFAULT_LENGTHS, DraftPlanner
-from pipeline.plan.dryrun import describe_draft
+from jobs.suites.shared.tables import figures_table, stderr_console
+from jobs.suites.shared.timing import RatioEstimate, Stopwatch, paired_ratio
+from jobs.suites.shared.workload import Workload
+from pipeline.command_line import flag
+from pipeline.config import ROOT
+from pipeline.plan.choose import USUAL, choose
+from pipeline.plan.dryrun import name_of
 from pipeline.plan.history import History
 from pipeline.plan.profile_file import read_profile
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption, UsageError
 from std_core.cost_model.memory import LongestRequest
-from std_core.cost_model.profile import Profile, TextLength
+from std_core.cost_model.profile import Profile
 from std_core.engine.engine import Engine
 from std_core.types import Draft, Request, Result
 
-# below which a mix tells nothing
-WINNERS = 3
-HEADROOM = 1.08
-CELLS = 12
-APART = 1.4  # factor by which calibrated contexts differ from the cells'
+# a grid that has less than these cannot tell a good planner from a bad one
+MIN_WINNERS = 3  # drafts that are the best of some cell
+MIN_HEADROOM = 1.08  # speed of the oracle over the best fixed draft
+MAX_CELLS = 12
+MIN_TURNS = 2
+CONTEXT_FACTOR = 1.4  # by which calibrated contexts differ from the cells'
+SCENES = 12  # of a clip
+# turns by parity: the oracle is chosen on one half and timed on the other
+TIMED = 0
+CHOOSING = 1
 
 
 @dataclass(frozen=True)
-class Flags:
-    """The command line."""
+class Flags(EngineFlags):
+    """The suite's command line."""
 
-    model: str = "demo"
-    device: str = "cpu"
-    dtype: str = "float32"
-    contexts: str = "512,4096,16384"
-    rows: str = "1,8"
-    answers: str = (
-        "16,160"  # their tokens; with a `d` behind them such as are drawn at temperature 1
-    )
-    drafts: str = "std,int8,int4,ngram"
-    gammas: str = "2,5"  # of the fixed settings
-    turns: int = 4  # of all settings in a cell
-    texts: int = 8  # of a cell, at the least: how much is accepted differs from one to another
-    fills: int = 3  # requests of a cell for each slot, at the least
-    threads: int = 2
-    profile: str = ""  # calibrated here if not given
+    contexts: str = flag("512,4096,16384", "tokens of a prompt; of a Video-LLM, visual tokens")
+    rows: str = flag("1,8", "slots")
+    answers: str = flag("16,160", "their tokens; `160d` is sampled at temperature 1, else greedy")
+    drafts: str = flag("std,int8,int4,ngram", "presets of conf/draft")
+    gammas: str = flag("2,5", "γ of the fixed drafts")
+    turns: int = flag(4, "waves of each draft in a cell")
+    texts: int = flag(8, "different texts of a cell, at least: acceptance differs between texts")
+    fills: int = flag(3, "requests of a cell per slot, at least")
+    profile: str = flag("", "device profile; default: calibrate now")
+
+
+@dataclass(frozen=True)
+class AnswerSpec:
+    """`length`: tokens at most; `sampled`: at temperature 1, not greedy."""
+
+    length: int
+    sampled: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured: a cell for each context, number of slots and answer."""
+
+    contexts: list[int]
+    slots: list[int]
+    answers: list[AnswerSpec]
+    fixed: list[Draft]
+
+    @property
+    def cells(self) -> int:
+        return len(self.contexts) * len(self.slots) * len(self.answers)
+
+    @property
+    def settings(self) -> list[Draft | None]:
+        """The dense loop and the fixed drafts."""
+        return [None, *self.fixed]
 
 
 @dataclass
-class Timed:
-    """A setting's waves in a cell, turn by turn, in seconds: all rounds, and each request's way
-    into its slot."""
+class WaveTimes:
+    """Seconds of one setting's waves in a cell, turn by turn.
+
+    Args:
+        rounds: all rounds of a wave.
+        admissions: of each request, prefill and the draft's one-time work.
+    """
 
     rounds: list[float] = field(default_factory=list)
-    arrivals: list[list[float]] = field(default_factory=list)
+    admissions: list[list[float]] = field(default_factory=list)
 
     def add(self, results: Sequence[Result]) -> None:
         self.rounds.append(sum(r.decode_s for r in results))
-        self.arrivals.append([r.prefill_s for r in results])
+        self.admissions.append([r.prefill_s for r in results])
 
     @property
-    def once(self) -> float:
-        """Seconds of a request on its way, median."""
-        return statistics.median(itertools.chain.from_iterable(self.arrivals))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Its tokens at most, and whether they are drawn, not greedy."""
-
-    length: int
-    drawn: bool = False
+    def admission_s(self) -> float:
+        """Median of a request's admission."""
+        return statistics.median(itertools.chain.from_iterable(self.admissions))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What was timed, and what the scheduler had said.
+    """A cell's times, and what the planner predicted.
 
     Args:
-        count: requests.
-        plan: waves of the scheduler's choice; those of the dense loop where that is it.
+        slots: rows that decode together.
+        requests: of a wave.
+        times: of the dense loop (None) and of each fixed draft.
+        options: of the planner, the chosen one first.
+        planned: times of the chosen option; those of the dense loop where that is chosen.
     """
 
     context: int
-    rows: int
-    answer: Answer
-    count: int
-    times: dict[Draft | None, Timed]
-    ways: tuple[DraftOption, ...]
-    plan: Timed
+    slots: int
+    answer: AnswerSpec
+    requests: int
+    times: Mapping[Draft | None, WaveTimes]
+    options: tuple[DraftOption, ...]
+    planned: WaveTimes
 
-    def seconds(self, timed: Timed, turn: int) -> float:
-        """Of a wave, by the turns of one parity."""
-        return statistics.median(timed.rounds[turn::2]) + self.once(timed)
+    @property
+    def chosen(self) -> DraftOption:
+        return self.options[0]
 
-    def fixed(self, draft: Draft | None, turn: int) -> float:
-        return self.seconds(self.times[draft], turn)
+    def one_time_s(self, times: WaveTimes) -> float:
+        """Seconds of all admissions beyond those of the dense loop."""
+        return self.requests * max(0.0, times.admission_s - self.times[None].admission_s)
 
-    def once(self, timed: Timed) -> float:
-        """Of all requests, beyond what it is without a draft."""
-        return self.count * max(0.0, timed.once - self.times[None].once)
+    def wave_s(self, times: WaveTimes, parity: int) -> float:
+        """Median seconds of a wave over the turns of one parity."""
+        return statistics.median(times.rounds[parity::2]) + self.one_time_s(times)
 
-    def speedup(self) -> tuple[float, float]:
-        """Of the scheduler's choice over the dense loop, one-time costs included: median and 95%
-        lower bound."""
-        if self.ways[0].draft is None:
-            return 1.0, 1.0
-        return ratio(
-            self.times[None].rounds,
-            [seconds + self.once(self.plan) for seconds in self.plan.rounds],
-        )
+    def fixed_s(self, draft: Draft | None, parity: int = TIMED) -> float:
+        return self.wave_s(self.times[draft], parity)
+
+    @property
+    def planned_s(self) -> float:
+        return self.wave_s(self.planned, TIMED)
+
+    @property
+    def oracle(self) -> Draft | None:
+        """The best setting on the turns that are not timed."""
+        return min(self.times, key=lambda draft: self.fixed_s(draft, CHOOSING))
+
+    def speedup(self) -> RatioEstimate:
+        """Of the planner's choice over the dense loop, one-time costs included."""
+        if self.chosen.draft is None:
+            return RatioEstimate(1.0, 1.0)
+        one_time = self.one_time_s(self.planned)
+        planned = [seconds + one_time for seconds in self.planned.rounds]
+        return paired_ratio(self.times[None].rounds, planned)
 
 
 def run(argv: list[str]) -> dict[str, Any]:
-    """The suite's figures; the table goes to standard error."""
-    flags: Flags = parse_flags(Flags, argv, "benchmark.py --suite schedule")
-    contexts, rows = (
-        measure.parse_numbers(name, getattr(flags, name)) for name in ("contexts", "rows")
+    """Return the suite's figures; tables go to standard error."""
+    flags = parse_suite_flags(Flags, argv, "schedule", __doc__)
+    grid = Grid(
+        contexts=parse_numbers("contexts", flags.contexts),
+        slots=parse_numbers("rows", flags.rows),
+        answers=parse_answers(flags.answers),
+        fixed=_fixed_drafts(flags),
     )
-    answers = _answers(flags.answers)
-    gammas = measure.parse_numbers("gammas", flags.gammas)
-    if len(contexts) * len(rows) * len(answers) > CELLS or flags.turns < 2:
-        raise UsageError(f"at most {CELLS} cells and at least 2 turns are needed")
-    began = time.monotonic()
-    console = Console(stderr=True, width=160)
+    if grid.cells > MAX_CELLS or flags.turns < MIN_TURNS:
+        raise UsageError(f"at most {MAX_CELLS} cells and at least {MIN_TURNS} turns are needed")
+    watch = Stopwatch()
+    console = stderr_console(160)
     torch.set_num_threads(flags.threads)
-    profile = _profile(flags, contexts, rows)
-    fixed = [
-        replace(draft, gamma=gamma)
-        for draft in measure.parse_drafts(flags.drafts)
-        for gamma in gammas
-    ]
+    profile = read_profile(flags.profile) if flags.profile else _calibrate(flags, grid)
     with tempfile.TemporaryDirectory() as folder:
-        engine = subjects.engine_of(
+        engine = workload.load_engine(
             flags.model, Path(folder), flags.threads, dtype=flags.dtype, device=flags.device
         )
     cells: list[Cell] = []
-    for context in contexts:
-        cells += _cells(engine, flags, context, rows, answers=answers, fixed=fixed, profile=profile)
-        console.print(table(cells, fixed))
+    for context in grid.contexts:
+        cells += _measure_context(engine, flags, grid, context, profile=profile)
+        console.print(table(cells, grid.settings))
     return {
         "model": flags.model,
-        **count_accepted_rejected(cells, [None, *fixed]),
-        "seconds": round(time.monotonic() - began, 1),
+        **summarize(cells, grid.settings),
+        "seconds": round(watch.seconds, 1),
     }
 
 
-def _answers(text: str) -> list[Answer]:
-    """Of the flag. Raises UsageError."""
+def parse_answers(text: str) -> list[AnswerSpec]:
+    """Parse `--answers`.
+
+    Raises:
+        UsageError: a length is not a whole number above 0.
+    """
     words = [word.strip() for word in text.split(",")]
-    lengths = measure.parse_numbers("answers", ",".join(word.removesuffix("d") for word in words))
-    return [Answer(length, word.endswith("d")) for length, word in zip(lengths, words, strict=True)]
+    lengths = parse_numbers("answers", ",".join(word.removesuffix("d") for word in words))
+    return [
+        AnswerSpec(length, sampled=word.endswith("d"))
+        for length, word in zip(lengths, words, strict=True)
+    ]
 
 
-def _profile(flags: Flags, contexts: Sequence[int], rows: Sequence[int]) -> Profile:
-    """Given, or calibrated in a process of its own."""
-    if flags.profile:
-        return read_profile(flags.profile)
-    grid = sorted({round(n / APART) for n in contexts} | {round(contexts[0] * APART)})
+def _fixed_drafts(flags: Flags) -> list[Draft]:
+    gammas = parse_numbers("gammas", flags.gammas)
+    return [replace(draft, gamma=g) for draft in parse_drafts(flags.drafts) for g in gammas]
+
+
+def _calibrate(flags: Flags, grid: Grid) -> Profile:
+    """Run `calibrate.py` at contexts around those of the cells.
+
+    Raises:
+        UsageError: calibration failed.
+    """
+    contexts = {round(context / CONTEXT_FACTOR) for context in grid.contexts}
+    contexts.add(round(grid.contexts[0] * CONTEXT_FACTOR))
     with tempfile.TemporaryDirectory() as folder:
-        words = {"output": f"{folder}/profile.json", "contexts": grid, "rows": rows}
-        words |= {
-            name: getattr(flags, name) for name in ("model", "device", "dtype", "drafts", "threads")
-        }
-        listed = {
-            k: ",".join(map(str, v)) if isinstance(v, (list, tuple)) else v
-            for k, v in words.items()
-        }
-        script = Path(__file__).resolve().parent.parent / "calibrate.py"
+        path = f"{folder}/profile.json"
         done = subprocess.run(
-            [sys.executable, str(script), *(f"--{name}={value}" for name, value in listed.items())],
+            [
+                sys.executable,
+                str(ROOT / "jobs" / "calibrate.py"),
+                f"--output={path}",
+                f"--contexts={','.join(map(str, sorted(contexts)))}",
+                f"--rows={','.join(map(str, grid.slots))}",
+                f"--model={flags.model}",
+                f"--device={flags.device}",
+                f"--dtype={flags.dtype}",
+                f"--drafts={flags.drafts}",
+                f"--threads={flags.threads}",
+            ],
             stdout=subprocess.PIPE,
             text=True,
             check=False,
         )
         if done.returncode:
-            raise UsageError(f"calibration ended with {done.returncode}")
+            raise UsageError(f"calibration ended with exit code {done.returncode}")
         print(json.loads(done.stdout.splitlines()[-1]), file=sys.stderr)
-        return read_profile(f"{folder}/profile.json")
+        return read_profile(path)
 
 
-def _cells(
-    engine: Engine,
-    flags: Flags,
-    context: int,
-    rows: Sequence[int],
-    answers: Sequence[Answer],
-    fixed: Sequence[Draft],
-    profile: Profile,
+# ------------------------------------------------------------------------------------------ cells
+
+
+def _measure_context(
+    engine: Engine, flags: Flags, grid: Grid, context: int, *, profile: Profile
 ) -> Iterator[Cell]:
-    """Of one context, whose texts or clips are prefilled once for all."""
-    longest = max(answer.length for answer in answers)
-    texts = max(flags.texts, *rows)
-    whole = subjects.subject(
-        engine.checkpoint, context, range(texts), longest, step=0, scenes=(12,)
+    """The cells of one context; its texts or clips are prefilled once."""
+    texts = max(flags.texts, *grid.slots)
+    whole = workload.build_workload(
+        engine.checkpoint,
+        context,
+        range(texts),
+        max(answer.length for answer in grid.answers),
+        stagger=0,
+        scene_counts=(SCENES,),
     )
-    known = replace(engine, max_num_seqs=1, prefixes=subjects.prefix_store(engine, texts))
-    for draft in (None, *fixed):  # sees and prefills all texts, packs weights
-        list(known.run(subjects.cut(subjects.of_kind(whole, "caption"), 2), draft, whole.prepare))
-    for count in rows:
-        for answer in answers:
-            yield _cell(
-                replace(known, max_num_seqs=count),
-                flags,
-                context,
-                answer,
-                whole=whole,
-                fixed=fixed,
-                profile=profile,
-            )
+    prefixes = workload.empty_prefix_store(engine, texts)
+    warm = replace(engine, max_num_seqs=1, prefixes=prefixes)
+    captions = workload.requests_of_kind(whole, "caption")
+    short = workload.with_max_tokens(captions, 2)
+    for draft in grid.settings:  # fills the prefix store, and packs each draft's weights
+        for _ in warm.run(short, draft, whole.prepare):
+            pass
+    for slots in grid.slots:
+        for answer in grid.answers:
+            own = replace(warm, max_num_seqs=slots)
+            yield _measure_cell(own, flags, grid, context, answer, whole=whole, profile=profile)
 
 
-def _cell(
+def _measure_cell(
     engine: Engine,
     flags: Flags,
+    grid: Grid,
     context: int,
-    answer: Answer,
-    whole: Subject,
-    fixed: Sequence[Draft],
+    answer: AnswerSpec,
+    *,
+    whole: Workload,
     profile: Profile,
 ) -> Cell:
-    """All settings in turn; what the scheduler chooses is settled once it is known how long answers
-    are."""
-    kind = "question" if answer.length <= DEFAULT_LENGTHS["question"] else "caption"
-    asked = _asked(
-        subjects.cut(subjects.of_kind(whole, kind), answer.length),
-        engine.max_num_seqs,
-        answer,
-        flags,
-    )
-    times: dict[Draft | None, Timed] = {draft: Timed() for draft in (None, *fixed)}
-    dense = list(engine.run(asked, None, whole.prepare))
-    ways = _ways(engine.max_num_seqs, dense, kind, answer, profile=profile)
-    chosen = ways[0]
-    plan = times[None] if ways[0].draft is None else Timed()
+    """All settings in turn. A dense wave goes first, so that the planner knows the lengths of the
+    answers."""
+    slots = engine.max_num_seqs
+    kind = "question" if answer.length <= USUAL["question"] else "caption"
+    texts = workload.with_max_tokens(workload.requests_of_kind(whole, kind), answer.length)
+    requests = _wave_requests(texts, slots, answer, flags)
+
+    def run_wave(wave: Sequence[Any], draft: Draft | None) -> list[Result]:
+        return list(engine.run(wave, draft, whole.prepare))
+
+    options = _plan(slots, run_wave(requests, None), kind, answer, profile=profile)
+    chosen = options[0]
+    times: dict[Draft | None, WaveTimes] = {draft: WaveTimes() for draft in grid.settings}
+    planned = times[None] if chosen.draft is None else WaveTimes()
     for _ in range(flags.turns):
-        for draft, timed in times.items():
-            timed.add(list(engine.run(asked, draft, whole.prepare)))
+        for draft, wave_times in times.items():
+            wave_times.add(run_wave(requests, draft))
         if chosen.draft is not None:
-            scheduled = [chosen.gamma_schedule, *asked]
-            plan.add(list(engine.run(scheduled, chosen.widest_draft, whole.prepare)))
+            planned.add(run_wave([chosen.pace, *requests], chosen.widest_draft))
     return Cell(
-        context,
-        rows=engine.max_num_seqs,
+        context=context,
+        slots=slots,
         answer=answer,
-        count=len(asked),
+        requests=len(requests),
         times=times,
-        ways=ways,
-        plan=plan,
+        options=options,
+        planned=planned,
     )
 
 
-def _asked(requests: Sequence[Request], rows: int, answer: Answer, flags: Flags) -> list[Request]:
-    """Every text equally often, until each slot has been filled often enough."""
-    some = requests[: max(flags.texts, rows)]
-    every = [*some] * math.ceil(flags.fills * rows / len(some))
-    return subjects.drawn(every) if answer.drawn else every
+def _wave_requests(
+    texts: Sequence[Request], slots: int, answer: AnswerSpec, flags: Flags
+) -> list[Request]:
+    """Every text equally often, until each slot is filled `--fills` times."""
+    distinct = texts[: max(flags.texts, slots)]
+    repeats = math.ceil(flags.fills * slots / len(distinct))
+    requests = [*distinct] * repeats
+    return workload.sampled(requests) if answer.sampled else requests
 
 
-def _ways(
-    rows: int, dense: Sequence[Result], kind: str, answer: Answer, profile: Profile
+def _plan(
+    slots: int, dense: Sequence[Result], kind: str, answer: AnswerSpec, *, profile: Profile
 ) -> tuple[DraftOption, ...]:
-    """What the scheduler makes of a cell whose answers' lengths it knows."""
+    """The planner's options for a wave whose answers' lengths are known."""
     count = len(dense)
     config = WaveConfig(
-        rows, max_tokens=answer.length, sampling_mode="seeded" if answer.drawn else "greedy"
+        slots, max_tokens=answer.length, draws="seeded" if answer.sampled else "greedy"
     )
     visual = statistics.fmean(r.num_visual_tokens for r in dense)
     context = visual + statistics.fmean(r.num_prompt_tokens for r in dense)
-    longest = LongestRequest(
-        round(context), round(visual), answer.length, sampling=config.sampling_mode
-    )
-    wave = WaveSummary(
+    longest = LongestRequest(round(context), round(visual), answer.length, draws=config.draws)
+    summary = WaveSummary(
         count, context=context, visual=visual, videos=count, longest=longest, kinds=((kind, count),)
     )
-    length = statistics.fmean(len(result.token_ids) for result in dense)
-    known = replace(profile, text_lengths=(TextLength(kind, length),))
-    return DraftPlanner(known, History(), config).options(wave, wave_index=0)
+    length = statistics.fmean(len(r.token_ids) for r in dense)
+    known = replace(profile, lengths=((kind, length),))
+    return choose(summary, known, History(), config, 0)
 
 
-# ---------------------------------------------------------------------------------------- judgement
+# ---------------------------------------------------------------------------------------- figures
 
 
-def count_accepted_rejected(
-    cells: Sequence[Cell], settings: Sequence[Draft | None]
-) -> dict[str, Any]:
-    """Figures over all cells; `failed` says so where one setting is as good as any choice."""
-    oracle = [min(settings, key=lambda draft: cell.fixed(draft, 1)) for cell in cells]
-    best = {draft: sum(cell.fixed(draft, 0) / cell.count for cell in cells) for draft in settings}
-    fixed, least = min(best.items(), key=lambda item: item[1])
-    by_oracle = sum(
-        cell.fixed(draft, 0) / cell.count for cell, draft in zip(cells, oracle, strict=True)
-    )
-    by_plan = sum(cell.seconds(cell.plan, 0) / cell.count for cell in cells)
-    winners = len(set(oracle))
-    headroom = least / by_oracle
+def summarize(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> dict[str, Any]:
+    """Figures over all cells, per request; `failed` is a sentence where the cells leave nothing to
+    choose."""
+    fixed_s = {
+        draft: sum(cell.fixed_s(draft) / cell.requests for cell in cells) for draft in settings
+    }
+    best_fixed = min(settings, key=lambda draft: fixed_s[draft])
+    oracle_s = sum(cell.fixed_s(cell.oracle) / cell.requests for cell in cells)
+    planned_s = sum(cell.planned_s / cell.requests for cell in cells)
+    winners = len({cell.oracle for cell in cells})
+    headroom = fixed_s[best_fixed] / oracle_s
     return {
-        "predicted_vs_measured": _errors(cells),
-        "scheduler_vs_best_fixed": round(least / by_plan, 3),
-        "scheduler_vs_oracle": round(by_oracle / by_plan, 3),
-        "best_fixed": describe_draft(fixed),
+        "predicted_vs_measured": _prediction_errors(cells),
+        "scheduler_vs_best_fixed": round(fixed_s[best_fixed] / planned_s, 3),
+        "scheduler_vs_oracle": round(oracle_s / planned_s, 3),
+        "best_fixed": name_of(best_fixed),
         "oracle_winners": winners,
         "oracle_vs_best_fixed": round(headroom, 3),
         "failed": _uninformative(winners, headroom),
-        "cells": [_row(cell, winner) for cell, winner in zip(cells, oracle, strict=True)],
+        "cells": [_row(cell) for cell in cells],
     }
 
 
 def _uninformative(winners: int, headroom: float) -> str | None:
-    """Why the cells tell nothing of a scheduler; None if they do."""
-    if winners >= WINNERS and headroom >= HEADROOM:
+    """Why the cells say nothing about a planner; None if they do."""
+    if winners >= MIN_WINNERS and headroom >= MIN_HEADROOM:
         return None
     return (
-        f"the cells are uninformative: {winners} settings are the best of some cell ({WINNERS} are needed), and the "
-        f"best of each is {headroom:.3f} times as fast as the best throughout ({HEADROOM} is needed)"
+        f"the cells are uninformative: {winners} settings are the best of some cell "
+        f"({MIN_WINNERS} are needed), and the best of each cell is {headroom:.3f} times as fast as "
+        f"the best fixed one ({MIN_HEADROOM} is needed)"
     )
 
 
-def _errors(cells: Sequence[Cell]) -> dict[str, float]:
-    """Relative errors of what was predicted of every wave, densely and as chosen."""
-    found = []
+def _prediction_errors(cells: Sequence[Cell]) -> dict[str, float]:
+    """Relative errors of the predicted times: of each cell's dense wave and of the chosen one."""
+    errors = []
     for cell in cells:
-        for way in cell.ways:
-            if way.draft is None or way is cell.ways[0]:
-                measured = cell.seconds(cell.plan if way is cell.ways[0] else cell.times[None], 0)
-                found.append(abs(way.seconds_per_request * cell.count - measured) / measured)
-    found.sort()
-    return {
-        "median": round(statistics.median(found), 4),
-        "p90": round(found[min(len(found) - 1, math.ceil(0.9 * len(found)) - 1)], 4),
-    }
+        for option in cell.options:
+            if option is cell.chosen:
+                measured = cell.planned_s
+            elif option.draft is None:
+                measured = cell.fixed_s(None)
+            else:
+                continue
+            errors.append(abs(option.seconds_per_request * cell.requests - measured) / measured)
+    errors.sort()
+    p90 = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
+    return {"median": round(statistics.median(errors), 4), "p90": round(p90, 4)}
 
 
-def _row(cell: Cell, oracle: Draft | None) -> dict[str, Any]:
-    median, low = cell.speedup()
+def _row(cell: Cell) -> dict[str, Any]:
+    speedup = cell.speedup()
     return {
         "context": cell.context,
-        "rows": cell.rows,
+        "rows": cell.slots,
         "length": cell.answer.length,
-        "drawn": cell.answer.drawn,
-        "chosen": describe_draft(cell.ways[0].draft),
-        "oracle": describe_draft(oracle),
-        "requests": cell.count,
-        "predicted_s": round(cell.ways[0].seconds_per_request * cell.count, 4),
-        "measured_s": round(cell.seconds(cell.plan, 0), 4),
-        "dense_s": round(cell.fixed(None, 0), 4),
-        "speedup": round(median, 3),
-        "speedup_low": round(low, 3),
+        "drawn": cell.answer.sampled,
+        "chosen": name_of(cell.chosen.draft),
+        "oracle": name_of(cell.oracle),
+        "requests": cell.requests,
+        "predicted_s": round(cell.chosen.seconds_per_request * cell.requests, 4),
+        "measured_s": round(cell.planned_s, 4),
+        "dense_s": round(cell.fixed_s(None), 4),
+        "speedup": round(speedup.median, 3),
+        "speedup_low": round(speedup.lower_bound, 3),
     }
 
 
-def table(cells: Sequence[Cell], fixed: Sequence[Draft]) -> Table:
-    """For people: seconds of each wave."""
-    found = Table(
-        "context",
-        "rows",
-        "length",
-        "dense",
-        *map(describe_draft, fixed),
-        "scheduler",
-        title="seconds of a wave",
-    )
+def table(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> Table:
+    """Seconds of a wave in each cell, for people."""
+    names = [name_of(draft) for draft in settings]
+    rows = []
     for cell in cells:
-        each = [f"{cell.fixed(draft, 0):.3f}" for draft in (None, *fixed)]
-        choice = f"{describe_draft(cell.ways[0].draft)} {cell.seconds(cell.plan, 0):.3f}"
-        found.add_row(
-            str(cell.context),
-            str(cell.rows),
-            f"{cell.answer.length}{' drawn' * cell.answer.drawn}",
-            *each,
-            choice,
-        )
-    return found
+        row: dict[str, Any] = {
+            "context": cell.context,
+            "rows": cell.slots,
+            "length": f"{cell.answer.length}{' drawn' if cell.answer.sampled else ''}",
+            "scheduler": f"{name_of(cell.chosen.draft)} {cell.planned_s:.3f}",
+        }
+        for name, draft in zip(names, settings, strict=True):
+            row[name] = f"{cell.fixed_s(draft):.3f}"
+        rows.append(row)
+    return figures_table(
+        "seconds of a wave", ["context", "rows", "length", *names, "scheduler"], rows
+    )

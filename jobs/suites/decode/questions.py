@@ -1,108 +1,110 @@
-"""Whole requests, vision and prefill included: questions on each of some videos, by our engine and
-by Hugging Face's `generate`, which sees each video anew for each of them."""
+"""Whole requests, vision and prefill included: several questions on each of a few videos, answered
+by our engine, which encodes a video once, and by Hugging Face's `generate`, which encodes it anew
+for each question."""
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from jobs.demo_model import world
-from jobs.suites.acceptance.subjects import SIDE
 from jobs.suites.shared import reference
+from jobs.suites.shared.timing import Stopwatch
+from jobs.suites.shared.workload import draw_clip
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import ModelInputs
-from std_core.types import Draft, Request, Sampling
+from std_core.model.checkpoint import Inputs
+from std_core.types import Draft, Request, Result, Sampling
 
 VIDEOS = 4
-QUESTIONS = 8
+QUESTIONS = 8  # on each video
 SCENES = 12
+QUESTIONS_PER_SCENE = 4
+ANSWER_TOKENS = 12
 
 
-def measured(engine: Engine, context: int, draft: Draft) -> dict[str, Any]:
-    """Seconds of both, their ratio, and what ours went into; all answers are compared.
+@dataclass(frozen=True)
+class VideoQuestion:
+    """`number`: of the question, the same on every video."""
+
+    request: Request
+    number: int
+
+
+def time_questions(engine: Engine, context: int, draft: Draft) -> dict[str, Any]:
+    """Seconds of our engine and of `generate`, their ratio, and the number of equal answers.
 
     Args:
         context: visual tokens of each video.
     """
-    asked = _requests(engine, context)
-    inputs = {request.request_id: engine.checkpoint.preprocess(request) for request in asked}
-    ours = replace(engine, max_num_seqs=VIDEOS, prefixes=None, keep_prefixes=False)
-    began = time.perf_counter()
-    results = {
-        r.request_id: r for r in ours.run(asked, draft, lambda request: inputs[request.request_id])
-    }
-    our_s = time.perf_counter() - began
-    began = time.perf_counter()
-    same = 0
-    for number in range(QUESTIONS):
-        batch = [request for request in asked if request.request_id.endswith(f"/{number}")]
-        texts = _theirs(
-            engine, [inputs[request.request_id] for request in batch], batch[0].sampling.max_tokens
-        )
-        same += sum(
-            results[request.request_id].token_ids
-            == text[: len(results[request.request_id].token_ids)]
-            for request, text in zip(batch, texts, strict=True)
-        )
-    their_s = time.perf_counter() - began
+    questions = _draw_questions(engine, context)
+    inputs = {q.request.request_id: engine.checkpoint.inputs(q.request) for q in questions}
+    watch = Stopwatch()
+    results = _run_engine(engine, questions, inputs, draft)
+    engine_s = watch.seconds
+    watch.reset()
+    same = _count_same_answers(engine, questions, inputs, results)
+    generate_s = watch.seconds
     return {
         "videos": VIDEOS,
-        "questions": len(asked),
+        "questions": len(questions),
         "context": context,
         "draft": draft.policy,
-        "seconds": round(our_s, 3),
-        "hf_seconds": round(their_s, 3),
-        "speedup_end_to_end": round(their_s / our_s, 3),
+        "seconds": round(engine_s, 3),
+        "hf_seconds": round(generate_s, 3),
+        "speedup_end_to_end": round(generate_s / engine_s, 3),
         "same_answers": same,
-        **{
-            f"{part}_s": round(sum(getattr(r, f"{part}_s") for r in results.values()), 3)
-            for part in ("vision", "decode")
-        },
+        "vision_s": round(sum(r.vision_s for r in results.values()), 3),
+        "decode_s": round(sum(r.decode_s for r in results.values()), 3),
     }
 
 
-def _requests(engine: Engine, context: int) -> list[Request]:
-    """Of every video the same questions, so that each of them makes a batch of one length."""
-    asked = []
-    numbers = random.Random(0).sample(range(4 * SCENES), QUESTIONS)
+def _run_engine(
+    engine: Engine, questions: Sequence[VideoQuestion], inputs: Mapping[str, Inputs], draft: Draft
+) -> dict[str, Result]:
+    own = replace(engine, max_num_seqs=VIDEOS, prefixes=None, keep_prefixes=False)
+    requests = [question.request for question in questions]
+    results = own.run(requests, draft, lambda request: inputs[request.request_id])
+    return {result.request_id: result for result in results}
+
+
+def _count_same_answers(
+    engine: Engine,
+    questions: Sequence[VideoQuestion],
+    inputs: Mapping[str, Inputs],
+    results: Mapping[str, Result],
+) -> int:
+    """Answers that `generate` begins with too; one batch per question, all videos together."""
+    same = 0
+    for number in range(QUESTIONS):
+        names = [q.request.request_id for q in questions if q.number == number]
+        texts = reference.generate_batch(
+            engine.model, [inputs[name] for name in names], ANSWER_TOKENS
+        )
+        for name, text in zip(names, texts, strict=True):
+            ours = results[name].token_ids
+            same += ours == text[: len(ours)]
+    return same
+
+
+def _draw_questions(engine: Engine, context: int) -> list[VideoQuestion]:
+    """The same questions on every video, so that each makes a batch of prompts of one length."""
+    indices = random.Random(0).sample(range(QUESTIONS_PER_SCENE * SCENES), QUESTIONS)
+    sampling = Sampling(ANSWER_TOKENS, temperature=0.0)
+    questions = []
     for video in range(VIDEOS):
         rng = random.Random(f"questions {video}")
-        story = world.draw_scenes(rng, SCENES)
-        rate = 1
-        while (
-            engine.checkpoint.geometry.tokens(int(world.SCENE_SECONDS * rate) * SCENES, SIDE, SIDE)
-            < context
-        ):
-            rate += 1
-        frames = torch.from_numpy(world.clip_frames(rng, story, SIDE, SIDE, rate=rate))
-        for number, place in enumerate(numbers):
-            question, _ = world.questions(story)[place]
-            sampling = Sampling(12, temperature=0.0)
-            asked.append(
-                Request(
-                    f"{video}/{number}",
-                    prompt=question,
-                    frames=frames,
-                    video_id=f"clip {video}",
-                    sampling=sampling,
-                )
+        clip = draw_clip(rng, engine.checkpoint.geometry, SCENES, context)
+        of_clip = world.questions(clip.scenes)
+        for number, index in enumerate(indices):
+            prompt, _ = of_clip[index]
+            request = Request(
+                f"{video}/{number}",
+                prompt=prompt,
+                frames=clip.frames,
+                video=f"clip {video}",
+                sampling=sampling,
             )
-    return asked
-
-
-def _theirs(engine: Engine, prompts: Sequence[ModelInputs], tokens: int) -> list[list[int]]:
-    fed = reference.hf_batch(engine.model.hf, prompts)
-    mask = torch.ones_like(fed["input_ids"])
-    engine.model.restore_attention()
-    try:
-        out = engine.model.hf.generate(
-            **fed, attention_mask=mask, do_sample=False, max_new_tokens=tokens
-        )
-    finally:
-        engine.model.install_attention()
-    return out[:, fed["input_ids"].shape[1] :].tolist()
+            questions.append(VideoQuestion(request, number))
+    return questions

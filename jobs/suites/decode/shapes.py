@@ -1,75 +1,51 @@
-"""Models of real shapes with random weights, for times alone: nothing is downloaded, and what
-drafts are accepted means nothing."""
+"""Text models of real sizes with random weights, for times alone: nothing is downloaded, and their
+acceptance means nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from jobs.suites.acceptance.subjects import Subject
+from jobs.suites.shared.random_models import TextSize, TokenIdCheckpoint, config_of, random_model
+from jobs.suites.shared.workload import Workload
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
-from std_core.types import Request, Sampling
+from std_core.types import Sampling
 
-# text stacks: of SmolLM2-135M, Qwen2-VL-2B and -7B, Qwen3-VL-8B
-SHAPES: dict[str, Any] = {
-    "smollm2_shape": (LlamaConfig, (576, 1536, 30, 9, 3, 49152)),
-    "qwen2_vl_2b_shape": (Qwen2Config, (1536, 8960, 28, 12, 2, 151936)),
-    "qwen2_vl_7b_shape": (Qwen2Config, (3584, 18944, 28, 28, 4, 152064)),
-    "qwen3_vl_8b_shape": (Qwen3Config, (4096, 12288, 36, 32, 8, 151936)),
+# by name, the family and the text stack's sizes of SmolLM2-135M, Qwen2-VL-2B and -7B, Qwen3-VL-8B
+SHAPES = {
+    "smollm2_shape": (
+        "llama",
+        TextSize(576, 1536, layers=30, heads=9, kv_heads=3, vocabulary=49152, tied=True),
+    ),
+    "qwen2_vl_2b_shape": (
+        "qwen2",
+        TextSize(1536, 8960, layers=28, heads=12, kv_heads=2, vocabulary=151936, tied=True),
+    ),
+    "qwen2_vl_7b_shape": (
+        "qwen2",
+        TextSize(3584, 18944, layers=28, heads=28, kv_heads=4, vocabulary=152064, tied=True),
+    ),
+    "qwen3_vl_8b_shape": (
+        "qwen3",
+        TextSize(4096, 12288, layers=36, heads=32, kv_heads=8, vocabulary=151936, tied=True),
+    ),
 }
-SELECTED = 64  # of a prompt's last tokens that a draft always sees
 
 
-@dataclass(frozen=True)
-class Shaped:
-    """In place of a checkpoint: prompts are ids."""
-
-    max_model_len: int = 131072
-    supports_video: bool = False
-
-    def decode(self, ids: list[int]) -> str:
-        return ""
+def shape_engine(name: str, dtype: str, device: str) -> Engine:
+    """An engine of one of `SHAPES`."""
+    family, size = SHAPES[name]
+    hf = random_model(config_of(family, size), dtype=getattr(torch, dtype), device=device)
+    checkpoint = TokenIdCheckpoint(max_model_len=size.window)
+    return Engine(Model(hf), checkpoint, keep_prefixes=True)  # type: ignore[arg-type]
 
 
-def engine(name: str, dtype: str, device: str) -> Engine:
-    """An engine of such a model."""
-    kind, (hidden, inner, layers, heads, kv_heads, vocabulary) = SHAPES[name]
-    config = kind(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        max_position_embeddings=Shaped.max_model_len,
-        tie_word_embeddings=True,
-    )
-    was = torch.get_default_dtype()
-    rng = torch.random.get_rng_state()
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        torch.manual_seed(0)
-        with torch.device(device):
-            hf = AutoModelForCausalLM.from_config(config)
-    finally:
-        torch.set_default_dtype(was)
-        torch.random.set_rng_state(rng)
-    return Engine(Model(hf), Shaped(), keep_prefixes=True)  # type: ignore[arg-type]
-
-
-def subject(shaped: Engine, context: int, batch: int, tokens: int) -> Subject:
-    """Prompts of random tokens."""
+def random_workload(engine: Engine, context: int, batch: int, max_tokens: int) -> Workload:
+    """`batch` prompts of `context` random tokens."""
     rng = torch.Generator().manual_seed(0)
-    sampling = Sampling(tokens, min_tokens=tokens, temperature=0.0)
-    found = Subject([], {}, {})
+    sampling = Sampling(max_tokens, min_tokens=max_tokens, temperature=0.0)
+    workload = Workload()
     for number in range(batch):
-        ids = torch.randint(shaped.model.vocab_size, (1, context), generator=rng)
-        name = f"random {number}"
-        found.requests.append(Request(name, "", video_id=name, sampling=sampling))
-        found.inputs[name] = ModelInputs(ids, torch.zeros_like(ids))
-    return found
+        ids = torch.randint(engine.model.vocabulary, (context,), generator=rng)
+        workload.add_token_ids(f"random {number}", ids.tolist(), sampling)
+    return workload

@@ -1,12 +1,13 @@
-"""Times of decode rounds on models of real shapes: dense steps, verifications, drafted rounds with
-16-bit and with int4 drafts, over contexts; each beside the bytes it has to read. Slots are filled
-by hand: what caches and weights hold does not change what a step costs, and what a draft would be
-accepted for is put in as a number."""
+"""Times of decode rounds on models of real sizes, over contexts: dense steps, verifications, and
+drafted rounds with 16-bit and int4 weights, each beside the bytes that it reads.
+
+Slots are filled with random entries: what caches and weights contain does not change the time of a
+step. A draft's acceptance is assumed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,269 +16,335 @@ import torch
 from triton.errors import TritonError
 
 from jobs.suites.gpu.shapes import Shape
+from jobs.suites.shared.timing import mean_seconds
 from std_core.decoding.logits import LogitsProcessors
-from std_core.decoding.round import Round, Slots, decode_round, draft, prompt_lookup
-from std_core.engine.cuda_graphs import CapturedRounds, graph_recorder, pool_bytes
+from std_core.decoding.round import Round, Slots, decode_round, draft, look_up
+from std_core.engine.cuda_graphs import Captured, pool_bytes, recorder_of
 from std_core.kernels.shared.segments import PrefixGroups
-from std_core.model.cache import KVCache, PrefillStep
-from std_core.model.drafters import build_drafter, step_weight_bytes
+from std_core.model.cache import Cache, ChunkStep
+from std_core.model.drafters import drafter_of, weight_bytes
 from std_core.model.families import FAMILIES
 from std_core.model.model import Model
 from std_core.types import Draft
 
-K, TEXT, WRITTEN = 1024, 64, 256  # visual entries kept; tokens of a question; tokens of a caption
-ALPHA = (0.9, 0.95)  # chances that a drafted token is accepted
-CHUNK = 2048  # tokens of a prompt that are prefilled together
+KEPT = 1024  # visual entries that the draft reads
+TEXT = 64  # tokens of a question
+CAPTION = 256  # tokens written
+ACCEPTANCES = (0.9, 0.95)  # assumed probabilities that a drafted token is accepted
+PREFILL_CHUNK = 2048  # tokens
+MEMORY_SHARE = 0.9  # of the free memory that a context's caches may take
+UNLIMITED = 1 << 30  # tokens that a row may still write
+VIDEO_KIND = 2  # of `Family.look`
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """How much is measured.
+
+    Args:
+        repeats: of each timed round.
+        warmup: untimed rounds before; on a GPU the first compiles and the second is captured.
+        bandwidth_bytes: read in each repetition of the bandwidth's measurement.
+        frame_pairs, patches_per_side: of the vision tower's input.
+    """
 
     slots: int
     contexts: tuple[int, ...]
     gammas: tuple[int, ...]
     repeats: int
-    read: int  # bytes that the bandwidth is measured with
+    warmup: int
+    bandwidth_bytes: int
+    frame_pairs: int
+    patches_per_side: int
 
 
-FULL = Size(8, contexts=(8192, 16384, 32768, 65536), gammas=(2, 4, 8), repeats=8, read=4 << 30)
-TINY = Size(2, contexts=(96,), gammas=(1,), repeats=1, read=1 << 20)
+FULL = Size(
+    slots=8,
+    contexts=(8192, 16384, 32768, 65536),
+    gammas=(2, 4, 8),
+    repeats=8,
+    warmup=3,
+    bandwidth_bytes=4 << 30,
+    frame_pairs=8,
+    patches_per_side=30,
+)
+TINY = Size(
+    slots=2,
+    contexts=(96,),
+    gammas=(1,),
+    repeats=1,
+    warmup=1,
+    bandwidth_bytes=1 << 20,
+    frame_pairs=1,
+    patches_per_side=4,
+)
 
 
-def seconds(device: str, work: Callable[[], Any], repeats: int) -> float:
-    """The mean of `repeats` runs behind three that warm up: the first compiles, the second records,
-    the third runs."""
-    for _ in range(3 if device == "cuda" else 1):
-        work()
-    _wait(device)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    _wait(device)
-    return (time.perf_counter() - began) / repeats
+def measure_contexts(
+    model: Model, shape: Shape, size: Size, *, bandwidth: float, device: str, deadline: float
+) -> dict[int, dict[str, Any] | str]:
+    """Figures by context, or a sentence why there are none.
 
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def bandwidth(device: str, size: Size) -> float:
-    """Bytes a second of a sum that only reads."""
-    numbers = torch.zeros(size.read // 4, device=device)
-    return size.read / seconds(device, numbers.sum, size.repeats)
+    Args:
+        bandwidth: bytes/s.
+        deadline: of `time.monotonic`; no context is begun after it.
+    """
+    drafters = {"16-bit": model, "int4": drafter_of(model, Draft(weights="int4"), {})}
+    contexts: dict[int, dict[str, Any] | str] = {}
+    for context in size.contexts:
+        if time.monotonic() > deadline:
+            contexts[context] = "no time left"
+            continue
+        if not fits_memory(model, size, context, device):
+            contexts[context] = "does not fit the memory"
+            continue
+        try:
+            figures = RoundTimer(model, size, context, device).measure(drafters, bandwidth)
+            figures["shares"] = request_shares(model, shape, size, figures, device=device)
+            contexts[context] = figures
+        except (RuntimeError, TritonError) as error:
+            # out of memory, for instance: the other contexts are still measured
+            contexts[context] = str(error).splitlines()[0]
+    return contexts
 
 
 def entry_bytes(model: Model) -> int:
-    """Of one token's keys and values in all layers."""
+    """Bytes of one token's keys and values in all layers."""
     return model.layers * model.kv_heads * model.head_dim * 2 * model.dtype.itemsize
 
 
-def drafts(model: Model) -> dict[str, Model]:
-    """The models that draft, by name."""
-    return {"16-bit": model, "int4": build_drafter(model, Draft(weights="int4"), {})}
-
-
-def fits(model: Model, size: Size, context: int, device: str) -> bool:
-    need = pool_bytes(
+def fits_memory(model: Model, size: Size, context: int, device: str) -> bool:
+    if device != "cuda":
+        return True
+    visual = context - TEXT
+    needed = pool_bytes(
         entry_bytes(model),
         size.slots,
         context,
-        context - TEXT,
-        visual=context - TEXT,
-        limit=WRITTEN,
-        draft=Draft(k=K),
+        visual,
+        visual=visual,
+        limit=CAPTION,
+        draft=Draft(k=KEPT),
     )
-    return device != "cuda" or need < 0.9 * torch.cuda.mem_get_info()[0]
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return needed < MEMORY_SHARE * free_bytes
 
 
-@torch.inference_mode()
-def measure(
-    model: Model, drafters: dict[str, Model], size: Size, context: int, peak: float, device: str
-) -> dict[str, Any]:
-    """One context's times (ms), bytes, and what they come to."""
-    slots = filled_slots(model, size.slots, context)
-    captured = CapturedRounds(slots, recorder) if (recorder := graph_recorder(model)) else None
-    slots.headroom = max(size.gammas) + 1 if captured else 0
-    slots.logits_processors = LogitsProcessors.of(slots.samplings, slots.vocabulary, model.device)
+# ------------------------------------------------------------------------------------------- rounds
 
-    def timed(gamma: int, drafter: Model | None) -> float:
-        _begin(slots, context)  # eleven rounds of nine tokens at most: within the room of a caption
-        propose = partial(draft, drafter) if drafter else prompt_lookup
-        body = partial(decode_round, model, slots, propose, gamma)
-        kind = list(drafters.values()).index(drafter) + 1 if drafter else 0
-        return seconds(device, lambda: _round(captured, (gamma, kind), body), size.repeats)
 
-    read = step_weight_bytes(model) + size.slots * (context + WRITTEN // 2) * entry_bytes(model)
-    dense = timed(0, None)
-    verify = {gamma: timed(gamma, None) for gamma in size.gammas}
-    point: dict[str, Any] = {
-        "context": context,
-        "slots": size.slots,
-        "dense_ms": dense * 1e3,
-        "dense_bytes": read,
-        "dense_bytes_per_s": read / dense,
-        "fraction_of_bound": read / dense / peak,
-        "verify_ms": {f"T={gamma + 1}": t * 1e3 for gamma, t in verify.items()},
-        "drafts": {},
-    }
-    for name, drafter in drafters.items():
-        rounds = {gamma: timed(gamma, drafter) for gamma in size.gammas}
-        kept = size.slots * (min(K, context) + TEXT) * entry_bytes(model)
-        point["drafts"][name] = _figures(
-            rounds, verify, dense, read, draft_read=step_weight_bytes(drafter) + kept
+class RoundTimer:
+    """Times rounds of full slots at one context."""
+
+    @torch.inference_mode()
+    def __init__(self, model: Model, size: Size, context: int, device: str):
+        self.model = model
+        self.size = size
+        self.context = context
+        self.device = device
+        self.slots = filled_slots(model, size.slots, context)
+        recorder = recorder_of(model)
+        self.captured = Captured(self.slots, recorder) if recorder else None
+        self.slots.ahead = max(size.gammas) + 1 if self.captured else 0
+        self.slots.bends = LogitsProcessors.of(
+            self.slots.rules, self.slots.vocabulary, model.device
         )
-    return point
+
+    @torch.inference_mode()
+    def measure(self, drafters: Mapping[str, Model], bandwidth: float) -> dict[str, Any]:
+        """Times in ms, bytes, and the speed-ups that follow."""
+        read = weight_bytes(self.model) + self.size.slots * self._cache_bytes(
+            self.context + CAPTION // 2
+        )
+        dense = self._seconds(0, look_up, graph=0)
+        verify = {gamma: self._seconds(gamma, look_up, graph=0) for gamma in self.size.gammas}
+        figures: dict[str, Any] = {
+            "context": self.context,
+            "slots": self.size.slots,
+            "dense_ms": dense * 1e3,
+            "dense_bytes": read,
+            "dense_bytes_per_s": read / dense,
+            "fraction_of_bound": read / dense / bandwidth,
+            "verify_ms": {f"T={gamma + 1}": s * 1e3 for gamma, s in verify.items()},
+            "drafts": {},
+        }
+        kept = self.size.slots * self._cache_bytes(min(KEPT, self.context) + TEXT)
+        for graph, (name, drafter) in enumerate(drafters.items(), 1):
+            drafting = partial(draft, drafter)
+            rounds = {
+                gamma: self._seconds(gamma, drafting, graph=graph) for gamma in self.size.gammas
+            }
+            costs = DraftCosts(rounds, verify, dense, read, weight_bytes(drafter) + kept)
+            figures["drafts"][name] = costs.figures()
+        return figures
+
+    def _cache_bytes(self, entries: int) -> int:
+        return entries * entry_bytes(self.model)
+
+    def _seconds(self, gamma: int, drafting: Callable[..., Any], graph: int) -> float:
+        """Mean seconds of a round.
+
+        Args:
+            graph: names the captured graph together with γ; another for each drafter.
+        """
+        # at most eleven rounds of nine tokens: they fit behind the question
+        _rewind(self.slots, self.context)
+        body = partial(decode_round, self.model, self.slots, drafting, gamma)
+
+        def one_round() -> Round:
+            return self.captured.round((gamma, graph), body) if self.captured else body()
+
+        return mean_seconds(
+            one_round, repeats=self.size.repeats, warmup=self.size.warmup, device=self.device
+        )
 
 
-def _round(
-    captured: CapturedRounds | None, key: tuple[int, int], body: Callable[[], Round]
-) -> Round:
-    return captured.round(key, body) if captured else body()
+@dataclass(frozen=True)
+class DraftCosts:
+    """One draft's rounds. Times in seconds.
+
+    Args:
+        rounds, verify: by γ, of drafted rounds and of rounds with γ free tokens.
+        dense: of a dense step.
+        dense_bytes, draft_bytes: read by a dense step and by a draft step.
+    """
+
+    rounds: Mapping[int, float]
+    verify: Mapping[int, float]
+    dense: float
+    dense_bytes: int
+    draft_bytes: int
+
+    def figures(self) -> dict[str, Any]:
+        """The draft step, and the best γ at each assumed acceptance."""
+        step = {gamma: (s - self.verify[gamma]) / gamma for gamma, s in self.rounds.items()}
+        return {
+            "step_ms": {str(gamma): s * 1e3 for gamma, s in step.items()},
+            "step_bytes": self.draft_bytes,
+            "round_ms": {str(gamma): s * 1e3 for gamma, s in self.rounds.items()},
+            "best": {str(acceptance): self._best(acceptance) for acceptance in ACCEPTANCES},
+        }
+
+    def _best(self, acceptance: float) -> dict[str, float]:
+        """The measured best γ and its speed-up; `bound` is the best that bytes allow."""
+        speed_up = {
+            gamma: expected_tokens(acceptance, gamma) * self.dense / s
+            for gamma, s in self.rounds.items()
+        }
+        bound = {
+            gamma: expected_tokens(acceptance, gamma)
+            * self.dense_bytes
+            / (gamma * self.draft_bytes + self.dense_bytes)
+            for gamma in self.rounds
+        }
+        gamma = max(speed_up, key=lambda g: speed_up[g])
+        return {"gamma": gamma, "speed_up": speed_up[gamma], "bound": max(bound.values())}
 
 
-def _figures(
-    rounds: dict[int, float], verify: dict[int, float], dense: float, read: int, draft_read: int
-) -> dict[str, Any]:
-    """Of one draft: its step, and the best γ at each chance of acceptance, measured and as bytes
-    allow."""
-    step = {gamma: (t - verify[gamma]) / gamma for gamma, t in rounds.items()}
-    best = {}
-    for a in ALPHA:
-        speed = {gamma: tokens(a, gamma) * dense / t for gamma, t in rounds.items()}
-        bound = {gamma: tokens(a, gamma) * read / (gamma * draft_read + read) for gamma in rounds}
-        gamma = max(speed, key=lambda g: speed[g])
-        best[str(a)] = {"gamma": gamma, "speed_up": speed[gamma], "bound": max(bound.values())}
-    return {
-        "step_ms": {str(gamma): t * 1e3 for gamma, t in step.items()},
-        "step_bytes": draft_read,
-        "round_ms": {str(gamma): t * 1e3 for gamma, t in rounds.items()},
-        "best": best,
-    }
-
-
-def tokens(a: float, gamma: int) -> float:
-    """Expected tokens of a round whose drafted tokens are accepted with chance a, each."""
-    return (1 - a ** (gamma + 1)) / (1 - a)
+def expected_tokens(acceptance: float, gamma: int) -> float:
+    """Expected tokens of a round whose drafted tokens are each accepted with this probability."""
+    return (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
 
 
 # -------------------------------------------------------------------------------------------- slots
 
 
 def filled_slots(model: Model, count: int, context: int) -> Slots:
-    """Rows at a context's end, each with a prefix of its own, a question and room for a caption."""
+    """Rows at the end of their context: each with a prefix of its own, a question and room for a
+    caption."""
     slots = Slots.empty(model, count, torch.Generator(model.device))
-    shared = context - TEXT
-    kept = min(K, context - TEXT)
-    for cache, entries in (
-        (slots.prefix, shared),
-        (slots.suffix, TEXT + WRITTEN),
-        (slots.draft, kept + TEXT + WRITTEN),
-    ):
-        _fill(cache, entries)
-    slots.view = "selected"
-    slots.reserve_history(context + WRITTEN)
-    slots.history.random_(1, model.vocab_size)
+    prefix = context - TEXT
+    kept = min(KEPT, prefix)
+    _fill(slots.prefix, prefix)
+    _fill(slots.own, TEXT + CAPTION)
+    _fill(slots.draft, kept + TEXT + CAPTION)
+    slots.view = "kept"
+    slots.reserve_history(context + CAPTION)
+    slots.history.random_(1, model.vocabulary)
     slots.active.fill_(True)
     slots.groups = PrefixGroups.from_lists(
-        list(range(count)), [shared] * count, model.device, fixed=True
+        list(range(count)), [prefix] * count, model.device, fixed=True
     )
-    _begin(slots, context)
+    _rewind(slots, context)
     return slots
 
 
-def _begin(slots: Slots, context: int) -> None:
-    """Back to a caption's first token."""
-    kept = min(K, context - TEXT)
-    starts = {
-        "length": TEXT - 1,
-        "draft_length": kept + TEXT - 1,
-        "position": context - 1,
-        "total": context,
-        "generated": 1,
-        "remaining": 1 << 30,
-    }
-    for name, value in starts.items():
-        getattr(slots, name).fill_(value)
+def _rewind(slots: Slots, context: int) -> None:
+    """Set all rows to the first token of their caption."""
+    kept = min(KEPT, context - TEXT)
+    slots.length.fill_(TEXT - 1)
+    slots.draft_length.fill_(kept + TEXT - 1)
+    slots.position.fill_(context - 1)
+    slots.total.fill_(context)
+    slots.written.fill_(1)
+    slots.left.fill_(UNLIMITED)
 
 
-def _fill(cache: KVCache, entries: int) -> None:
+def _fill(cache: Cache, entries: int) -> None:
     cache.reserve(entries)
     for store in (*cache.key, *cache.value):
         store.normal_()
 
 
-# ------------------------------------------------------------------------------------------- shares
+# -------------------------------------------------------------------------------- a whole request
 
 
 @torch.inference_mode()
-def shares(
-    model: Model, shape: Shape, size: Size, point: dict[str, Any], device: str
+def request_shares(
+    model: Model, shape: Shape, size: Size, figures: Mapping[str, Any], *, device: str
 ) -> dict[str, Any]:
-    """Seconds of one request of a context, a caption of `WRITTEN` tokens, and what part decoding
-    has in them; prefill and vision tower are measured on a piece and stand for as many pieces as
-    there are."""
-    context = point["context"]
-    prefill = _prefill(model, context, device)
-    vision = _vision(model, shape, context - TEXT, device)
-    dense = WRITTEN * point["dense_ms"] / 1e3 / size.slots
-    found = {"context": context, "vision_s": vision, "prefill_s": prefill, "decode_dense_s": dense}
-    found["decode_share"] = dense / (vision + prefill + dense)
-    for name, figures in point["drafts"].items():
-        faster = dense / figures["best"]["0.9"]["speed_up"]
-        found[f"speed_up_end_to_end_{name}"] = (vision + prefill + dense) / (
-            vision + prefill + faster
-        )
-    return found
+    """Seconds of one request with a caption of `CAPTION` tokens, the share of decoding in them, and
+    the speed-up of the whole.
+
+    Vision and prefill are timed on a piece of the context and scaled to the whole of it.
+    """
+    context = figures["context"]
+    vision = _vision_seconds(model, shape, size, context - TEXT, device=device)
+    prefill = _prefill_seconds(model, size, context, device)
+    decode = CAPTION * figures["dense_ms"] / 1e3 / size.slots
+    dense_total = vision + prefill + decode
+    shares: dict[str, Any] = {
+        "context": context,
+        "vision_s": vision,
+        "prefill_s": prefill,
+        "decode_dense_s": decode,
+        "decode_share": decode / dense_total,
+    }
+    for name, draft_figures in figures["drafts"].items():
+        drafted = decode / draft_figures["best"]["0.9"]["speed_up"]
+        shares[f"speed_up_end_to_end_{name}"] = dense_total / (vision + prefill + drafted)
+    return shares
 
 
-def _prefill(model: Model, context: int, device: str) -> float:
-    """A chunk in the middle costs what chunks cost on average."""
-    chunk = min(CHUNK, context // 2)
+def _prefill_seconds(model: Model, size: Size, context: int, device: str) -> float:
+    """All chunks, from one in the middle of the context, which takes their mean time."""
+    chunk = min(PREFILL_CHUNK, context // 2)
+    start = (context - chunk) // 2
     cache = model.new_cache(1)
     cache.reserve(context)
-    embeds = torch.randn(
-        1, chunk, model.hidden_size * model.feature_levels, device=device, dtype=model.dtype
+    embeds = torch.randn(1, chunk, model.width * model.levels, device=device, dtype=model.dtype)
+    positions = torch.arange(start, start + chunk, device=device)[None, None]
+    seconds = mean_seconds(
+        lambda: model.extend(embeds, positions, ChunkStep(cache, 0, start)),
+        repeats=1,
+        warmup=size.warmup,
+        device=device,
     )
-    at = (context - chunk) // 2
-    places = torch.arange(at, at + chunk, device=device)[None, None]
-    return (
-        seconds(device, lambda: model.prefill_chunk(embeds, places, PrefillStep(cache, 0, at)), 1)
-        * context
-        / chunk
-    )
+    return seconds * context / chunk
 
 
-def _vision(model: Model, shape: Shape, visual: int, device: str) -> float:
-    """A few frame pairs of 225 tokens each; the tower attends within a pair."""
-    pairs, side = (8, 30) if device == "cuda" else (1, 4)
-    patches = torch.randn(pairs * side**2, shape.patch_numbers, device=device, dtype=model.dtype)
+def _vision_seconds(model: Model, shape: Shape, size: Size, visual: int, *, device: str) -> float:
+    """The tower over `visual` tokens, from a few frame pairs; it attends within a pair."""
+    pairs = size.frame_pairs
+    side = size.patches_per_side
+    patches = torch.randn(pairs * side**2, shape.patch_values, device=device, dtype=model.dtype)
     grid = torch.tensor([[pairs, side, side]], device=device)
-    look = FAMILIES[model.hf.config.model_type].look
-    return (
-        seconds(device, lambda: list(look(model.hf, 2, patches, grid)), 1)
-        * visual
-        / (pairs * side**2 / 4)
+    encode = FAMILIES[model.hf.config.model_type].look
+    seconds = mean_seconds(
+        lambda: list(encode(model.hf, VIDEO_KIND, patches, grid)),
+        repeats=1,
+        warmup=size.warmup,
+        device=device,
     )
-
-
-def grid(
-    model: Model, shape: Shape, size: Size, peak: float, device: str, deadline: float
-) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Each context's figures, or why there are none."""
-    drafters = drafts(model)
-    for context in size.contexts:
-        if time.monotonic() > deadline:
-            yield context, "no time left"
-        elif not fits(model, size, context, device):
-            yield context, "does not fit the memory"
-        else:
-            try:
-                point = measure(model, drafters, size, context, peak=peak, device=device)
-                yield context, point | {"shares": shares(model, shape, size, point, device=device)}
-            except (
-                RuntimeError,
-                TritonError,
-            ) as failure:  # out of memory, say: other contexts are still told
-                yield context, str(failure).splitlines()[0]
+    patches_per_token = 4
+    return seconds * visual / (pairs * side**2 / patches_per_token)

@@ -1,115 +1,95 @@
-"""Models of real shapes with random weights, made on the device they run on: for speed, which does
-not depend on what the numbers are."""
+"""The models that the suite `gpu` measures: real sizes with random weights, made on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
 
+from jobs.suites.shared.random_models import (
+    TextSize,
+    VisionSize,
+    config_of,
+    random_model,
+)
 from std_core.model.model import Model
+
+CHANNELS = 3
+TEMPORAL_PATCH = 2  # frames
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's name and sizes, as its configuration has them."""
+    """A Video-LLM's name and sizes."""
 
     name: str
-    build: Callable[[dict[str, Any], dict[str, Any]], tuple[type[Any], Any]]
-    text: dict[str, Any]
-    vision: dict[str, Any]
-    patch_numbers: int  # of one patch: channels × temporal patch × patch²
+    family: str
+    text: TextSize
+    vision: VisionSize
 
+    @property
+    def patch_values(self) -> int:
+        """Values of one patch: channels × frames × pixels."""
+        return CHANNELS * TEMPORAL_PATCH * self.vision.patch**2
 
-def _qwen2_vl(text: dict[str, Any], vision: dict[str, Any]) -> tuple[type[Any], Any]:
-    return Qwen2VLForConditionalGeneration, Qwen2VLConfig(text_config=text, vision_config=vision)
-
-
-def _qwen3_vl(text: dict[str, Any], vision: dict[str, Any]) -> tuple[type[Any], Any]:
-    return Qwen3VLForConditionalGeneration, Qwen3VLConfig(text_config=text, vision_config=vision)
-
-
-def _text(
-    hidden: int, inner: int, layers: int, heads: tuple[int, int], words: int, rope: dict[str, Any]
-) -> Any:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "vocab_size": words,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, **rope},
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-
-
-_DEEP: dict[str, Any] = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
 
 FULL = (
     Shape(
         "Qwen2-VL-7B",
-        build=_qwen2_vl,
-        text=_text(3584, 18944, 28, (28, 4), words=152064, rope={"mrope_section": [16, 24, 24]}),
-        vision={
-            "depth": 32,
-            "embed_dim": 1280,
-            "hidden_size": 3584,
-            "num_heads": 16,
-            "mlp_ratio": 4,
-        },
-        patch_numbers=3 * 2 * 14**2,
+        family="qwen2_vl",
+        text=TextSize(
+            3584,
+            18944,
+            layers=28,
+            heads=28,
+            kv_heads=4,
+            vocabulary=152064,
+            window=262144,
+            mrope_section=(16, 24, 24),
+        ),
+        vision=VisionSize(1280, 5120, blocks=32, heads=16),
     ),
     Shape(
         "Qwen3-VL-8B",
-        build=_qwen3_vl,
-        text=_text(4096, 12288, 36, (32, 8), words=151936, rope=_DEEP) | {"head_dim": 128},
-        vision={
-            "depth": 27,
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "num_heads": 16,
-            "out_hidden_size": 4096,
-            "deepstack_visual_indexes": [8, 16, 24],
-        },
-        patch_numbers=3 * 2 * 16**2,
+        family="qwen3_vl",
+        text=TextSize(
+            4096,
+            12288,
+            layers=36,
+            heads=32,
+            kv_heads=8,
+            vocabulary=151936,
+            window=262144,
+            mrope_section=(24, 20, 20),
+        ),
+        vision=VisionSize(
+            1152, 4304, blocks=27, heads=16, patch=16, positions=2304, deepstack=(8, 16, 24)
+        ),
     ),
 )
 TINY = (
     Shape(
         "tiny Qwen2-VL",
-        build=_qwen2_vl,
-        text=_text(64, 96, 1, (4, 2), words=96, rope={"mrope_section": [2, 3, 3]}),
-        vision={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
-        patch_numbers=3 * 2 * 14**2,
+        family="qwen2_vl",
+        text=TextSize(
+            64, 96, layers=1, heads=4, kv_heads=2, vocabulary=96, mrope_section=(2, 3, 3)
+        ),
+        vision=VisionSize(32, 64, blocks=1, heads=2),
     ),
 )
+SMALL_LLAMA = TextSize(64, 128, layers=2, heads=4, kv_heads=2, vocabulary=96, initializer_range=0.2)
 
 
-def random_model(shape: Shape, device: str, dtype: torch.dtype) -> Model:
-    """Behind the engine's own adapter, ready to step."""
-    kind, config = shape.build(shape.text, shape.vision)
-    with torch.device(device):
-        return Model(kind._from_config(config, dtype=dtype))
+def random_shape(shape: Shape, device: str, dtype: torch.dtype) -> Model:
+    """A model of this shape behind the engine's adapter."""
+    config = config_of(shape.family, shape.text, shape.vision)
+    return Model(random_model(config, dtype=dtype, device=device))
 
 
 def small_llama(device: str, dtype: torch.dtype) -> Any:
-    """A text model that says many different things, for checks of tokens against `generate`."""
-    sizes = _text(64, 128, 2, (4, 2), words=96, rope={}) | {"initializer_range": 0.2}
-    torch.manual_seed(5)
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
-    return model.to(device, dtype).eval()
+    """A small text model whose greedy tokens vary, for comparison with `generate`.
+
+    The weights are drawn in float32 on the CPU, so that they are the same on every device.
+    """
+    return random_model(config_of("llama", SMALL_LLAMA), seed=5).to(device, dtype)

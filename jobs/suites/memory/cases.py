@@ -1,5 +1,4 @@
-"""The cases of the suite `memory`: in each of them one term of a plan's memory is most of the
-whole."""
+"""The cases of the suite `memory`: in each, one term of a plan's memory is most of the total."""
 
 from __future__ import annotations
 
@@ -9,204 +8,323 @@ from typing import Any
 
 import torch
 
-from jobs.suites.decode.shapes import Shaped
-from jobs.suites.memory.meter import held_by
-from jobs.suites.memory.models import Asked, Sizes, build, config_of, inputs_of
-from std_core.cost_model.memory import LongestRequest, memory_breakdown
-from std_core.cost_model.model_size import ModelSize
+from jobs.suites.memory.meter import weight_bytes
+from jobs.suites.memory.requests import TOKENS, ModelSpec, RequestSize, random_inputs
+from jobs.suites.shared.random_models import (
+    TextSize,
+    TokenIdCheckpoint,
+    VisionSize,
+    config_of,
+    random_model,
+)
+from jobs.suites.shared.workload import raise_errors
+from std_core.cost_model.account import ModelSize
+from std_core.cost_model.memory import LongestRequest, terms
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import ModelInputs, full_model_size
-from std_core.model.drafters import pair_drafter
+from std_core.model.checkpoint import Inputs, whole_account
+from std_core.model.drafters import second_model
 from std_core.model.model import Model
 from std_core.types import Draft, Request, Sampling
 
-PAIR = "pair"  # in place of a second model's folder
+SECOND_MODEL = "pair"  # stands for a second model's folder
+WINDOW = 1 << 20  # tokens
+HEAD_DIM = 64
+VISION_HEAD_DIM = 32
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and as many of the longest request as there are slots."""
+    """A model, a draft, and as many of one request as there are slots.
+
+    Args:
+        chunk: tokens of a prompt that are prefilled at once.
+        seed: of sampling; None is greedy.
+    """
 
     name: str
-    sizes: Sizes
-    asked: Asked
+    model: ModelSpec
+    request: RequestSize
     slots: int = 1
     draft: Draft | None = None
-    pair: Sizes | None = None
+    second_model: ModelSpec | None = None
     dtype: str = "float32"
     chunk: int = 256
-    seed: int | None = None  # of draws; greedy without
+    seed: int | None = None
     device: str = "cpu"
 
     @property
-    def load(self) -> LongestRequest:
-        visual = self.asked.visual(self.sizes)
-        load = LongestRequest(
-            visual + self.asked.text,
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def longest(self) -> LongestRequest:
+        """The request as a plan sees it."""
+        visual = self.request.visual_tokens(self.model)
+        return LongestRequest(
+            visual + self.request.text,
             visual=visual,
-            max_tokens=self.asked.written,
+            written=self.request.max_tokens,
             chunk=self.chunk,
-            sampling="greedy",
+            draws="greedy" if self.seed is None else "seeded",
         )
-        return load if self.seed is None else replace(load, sampling="seeded")
 
-    def model_size(self, sizes: Sizes) -> ModelSize:
-        width = torch.finfo(getattr(torch, self.dtype)).bits // 8
-        return full_model_size(config_of(sizes), width, width)
+    def size_of(self, model: ModelSpec) -> ModelSize:
+        item_bytes = self.torch_dtype.itemsize
+        return whole_account(_config(model), item_bytes, item_bytes)
 
-    def memory_breakdown(self) -> dict[str, float]:
-        pair = self.model_size(self.pair) if self.pair else None
-        return memory_breakdown(
-            self.model_size(self.sizes),
-            self.load,
+    def terms(self) -> dict[str, float]:
+        """Bytes by term, as a plan predicts them."""
+        second = self.size_of(self.second_model) if self.second_model else None
+        return terms(
+            self.size_of(self.model),
+            self.longest,
             self.slots,
             self.draft,
-            pair,
-            device_kind=self.device,
+            second,
+            kind=self.device,
         )
 
 
-@dataclass
-class Subject:
-    """A case's model, and what it is asked, ready to run; one engine for each run."""
+class CaseRun:
+    """A case's model and prompts; each run uses an engine of its own."""
 
-    case: Case
-    prompts: dict[str, ModelInputs]
+    def __init__(self, case: Case, prompts: dict[str, Inputs]):
+        self.case = case
+        self.prompts = prompts
+        self.model = self._random_model(case.model)
+        self.second = self._random_model(case.second_model) if case.second_model else None
 
     @classmethod
-    def of(cls, case: Case) -> Subject:
-        return cls(case, prompts_of(case))
+    def of(cls, case: Case) -> CaseRun:
+        return cls(case, case_prompts(case))
 
-    def __post_init__(self) -> None:
+    def _random_model(self, spec: ModelSpec) -> Model:
         case = self.case
-        dtype = getattr(torch, self.case.dtype)
-        self.model = build(case.sizes, dtype, case.device)
-        self.pair: Model | None = build(case.pair, dtype, case.device) if case.pair else None
+        return Model(random_model(_config(spec), dtype=case.torch_dtype, device=case.device))
 
     @property
     def weights(self) -> int:
-        """Bytes of the models' own."""
-        return held_by([self.model.hf, *([self.pair.hf] if self.pair else [])])
+        """Bytes of the models' weights."""
+        second = [self.second.hf] if self.second else []
+        return weight_bytes([self.model.hf, *second])
 
     def run(self) -> None:
-        """Every slot's request to its end."""
+        """Run the request of every slot to its end."""
         case = self.case
-        engine = Engine(self.model, Shaped(1 << 20), case.slots, case.chunk)  # type: ignore[arg-type]
-        if self.pair is not None and case.draft is not None:
+        checkpoint = TokenIdCheckpoint(WINDOW)
+        engine = Engine(self.model, checkpoint, case.slots, case.chunk)  # type: ignore[arg-type]
+        if self.second is not None and case.draft is not None:
             draft = case.draft
             key = (draft.depth, draft.channels, draft.weights, draft.model)
-            engine.drafters[key] = pair_drafter(self.model, self.pair)
-        for result in engine.run(self._requests(), case.draft, self._prepare):
-            if result.error is not None:
-                raise result.error
+            engine.drafters[key] = second_model(self.model, self.second)
+        for _ in raise_errors(engine.run(self._requests(), case.draft, self._prepare)):
+            pass
 
     def _requests(self) -> Iterator[Request]:
-        count = self.case.asked.written
-        heat: dict[str, Any] = {"temperature": 0.0}
+        tokens = self.case.request.max_tokens
+        options: dict[str, Any] = {"temperature": 0.0}
         if self.case.seed is not None:
-            heat = {"temperature": 1.0, "top_p": 0.9, "seed": self.case.seed}
+            options = {"temperature": 1.0, "top_p": 0.9, "seed": self.case.seed}
+        sampling = Sampling(tokens, min_tokens=tokens, **options)
         for name in self.prompts:
-            yield Request(
-                name, "", video_id=name, sampling=Sampling(count, min_tokens=count, **heat)
-            )
+            yield Request(name, "", video=name, sampling=sampling)
 
-    def _prepare(self, request: Request) -> ModelInputs:
+    def _prepare(self, request: Request) -> Inputs:
         return self.prompts[request.request_id]
 
 
-def prompts_of(case: Case) -> dict[str, ModelInputs]:
-    """Of each slot's request; the host's, no part of what an engine holds."""
-    return {str(n): inputs_of(case.sizes, case.asked, n) for n in range(case.slots)}
+def case_prompts(case: Case) -> dict[str, Inputs]:
+    """One prompt per slot, by name. They belong to the caller and are not part of the engine's
+    memory."""
+    return {str(slot): random_inputs(case.model, case.request, slot) for slot in range(case.slots)}
 
 
-def _half(case: Case) -> Case:
-    return replace(case, name=f"{case.name}_bf16", dtype="bfloat16")
+def _config(model: ModelSpec) -> Any:
+    return config_of(model.family, model.text, model.vision, TOKENS)
+
+
+# -------------------------------------------------------------------------------------------- cases
 
 
 def cases(scale: int = 2) -> list[Case]:
-    """Sizes in proportion to `scale`: 1 for tests, larger ones for figures."""
-    wide = Sizes(hidden=256 * scale, inner=2048 * scale, heads=(4 * scale, 2))
-    plain = Sizes(tower=(64, 128, 2))
-    video = Asked(frames=128 * scale, text=64, written=16)
-    std = Draft("std", keep=0.5, gamma=5)
-    found = [
-        Case("weights", replace(wide, layers=6), Asked(4, 40, 4)),
-        Case(
-            "weights_tied", replace(wide, layers=4, words=8000 * scale, tied=True), Asked(4, 40, 4)
-        ),
-        Case("kv", plain, video, slots=4 * scale),
+    """All cases, with sizes in proportion to `scale`: 1 in tests, more for figures."""
+    float32 = [
+        *_weight_cases(scale),
+        *_cache_cases(scale),
+        *_draft_weight_cases(scale),
+        *_temporary_cases(scale),
+        *_vision_cases(scale),
+    ]
+    without_bfloat16 = ("kv_text", "draft_kv_text", "weights")
+    bfloat16 = [
+        replace(case, name=f"{case.name}_bf16", dtype="bfloat16")
+        for case in float32
+        if case.name not in without_bfloat16
+    ]
+    return [*float32, *bfloat16]
+
+
+SHORT = RequestSize(frames=4, text=40, max_tokens=4)
+STD = Draft("std", keep=0.5, gamma=5)
+
+
+def _weight_cases(scale: int) -> list[Case]:
+    tied = _model(_wide_text(scale, layers=4, vocabulary=8000 * scale, tied=True))
+    return [
+        Case("weights", _model(_wide_text(scale, layers=6)), SHORT),
+        Case("weights_tied", tied, SHORT),
+    ]
+
+
+def _cache_cases(scale: int) -> list[Case]:
+    video = _video_request(scale)
+    slots = 4 * scale
+    most = replace(STD, keep=0.9)
+    return [
+        Case("kv", _model(), video, slots=slots),
         Case(
             "kv_text",
-            replace(plain, family="llama"),
-            Asked(0, 1000 * scale, 90 * scale),
-            slots=4 * scale,
+            _text_model(),
+            RequestSize(0, 1000 * scale, 90 * scale),
+            slots=slots,
         ),
-        Case("draft_kv", sizes=plain, asked=video, slots=4 * scale, draft=replace(std, keep=0.9)),
+        Case("draft_kv", _model(), video, slots=slots, draft=most),
         Case(
             "draft_kv_text",
-            sizes=replace(plain, family="llama"),
-            asked=Asked(0, 1500 * scale, 40),
-            slots=4 * scale,
-            draft=std,
+            _text_model(),
+            RequestSize(0, 1500 * scale, 40),
+            slots=slots,
+            draft=STD,
         ),
-        Case("int8", replace(wide, layers=6), Asked(4, 40, 4), draft=Draft("full", weights="int8")),
-        Case("int4", replace(wide, layers=6), Asked(4, 40, 4), draft=Draft("full", weights="int4")),
-        Case("teal", replace(wide, layers=6), Asked(4, 40, 4), draft=Draft("full", channels=0.5)),
+    ]
+
+
+def _draft_weight_cases(scale: int) -> list[Case]:
+    model = _model(_wide_text(scale, layers=6))
+    short_video = replace(_video_request(scale), frames=32)
+    return [
+        Case("int8", model, SHORT, draft=Draft("full", weights="int8")),
+        Case("int4", model, SHORT, draft=Draft("full", weights="int4")),
+        Case("teal", model, SHORT, draft=Draft("full", channels=0.5)),
         Case(
             "pair",
-            sizes=plain,
-            asked=replace(video, frames=32),
+            _model(),
+            short_video,
             slots=2 * scale,
-            draft=Draft("specvlm", model=PAIR),
-            pair=wide,
+            draft=Draft("specvlm", model=SECOND_MODEL),
+            second_model=_model(_wide_text(scale)),
         ),
+    ]
+
+
+def _temporary_cases(scale: int) -> list[Case]:
+    """Temporaries of prefill, attention mass, logits, sampling, a round and a refresh."""
+    large_vocabulary = _model(_text(vocabulary=16000 * scale, layers=1))
+    return [
         Case(
             "prefill",
-            Sizes(hidden=256, inner=4096 * scale, layers=1),
-            Asked(64 * scale, 1000, 4),
+            _model(_text(intermediate=4096 * scale, layers=1)),
+            RequestSize(64 * scale, 1000, 4),
             chunk=1024,
         ),
         Case(
             "mass",
-            sizes=Sizes(layers=1, hidden=1024, heads=(16, 2)),
-            asked=Asked(128 * scale, 300, 4),
-            draft=std,
+            _model(_text(hidden=1024, layers=1, heads=16, kv_heads=2)),
+            RequestSize(128 * scale, 300, 4),
+            draft=STD,
             chunk=512,
         ),
         Case(
             "logits",
-            sizes=Sizes(words=16000 * scale, layers=1),
-            asked=Asked(4, 40, 12),
+            large_vocabulary,
+            replace(SHORT, max_tokens=12),
             slots=4 * scale,
             draft=Draft("full", gamma=10),
         ),
         Case(
             "sampled",
-            sizes=Sizes(words=16000 * scale, layers=1),
-            asked=Asked(4, 40, 8),
+            large_vocabulary,
+            replace(SHORT, max_tokens=8),
             slots=4 * scale,
             draft=Draft("full", gamma=5),
             seed=3,
         ),
         Case(
             "round",
-            sizes=Sizes(inner=16384, layers=1),
-            asked=Asked(4, 40, 12),
+            _model(_text(intermediate=16384, layers=1)),
+            replace(SHORT, max_tokens=12),
             slots=12 * scale,
             draft=Draft("full", gamma=10),
         ),
         Case(
             "refresh",
-            sizes=Sizes(layers=1, hidden=1024, heads=(16, 4)),
-            asked=video,
+            _model(_text(hidden=1024, layers=1, heads=16, kv_heads=4)),
+            _video_request(scale),
             slots=4 * scale,
-            draft=replace(std, refresh=1),
+            draft=replace(STD, refresh=1),
         ),
     ]
+
+
+def _vision_cases(scale: int) -> list[Case]:
+    request = RequestSize(32 * scale, 64 + 32 * scale, 4)
+    text = _text(hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2)
+    found = []
     for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision"):
-        sizes = Sizes(
-            family, tower=(256, 1024, 3), hidden=128, heads=(2, 2), inner=256, layers=2, side=224
-        )
-        found.append(Case(f"vision_{family}", sizes, Asked(32 * scale, 64 + 32 * scale, 4)))
-    halves = {"kv_text", "draft_kv_text", "weights"}
-    return [*found, *(_half(case) for case in found if case.name not in halves)]
+        vision = _vision(hidden=256, intermediate=1024, blocks=3, image=224)
+        found.append(Case(f"vision_{family}", ModelSpec(family, text, vision, frame=224), request))
+    return found
+
+
+def _video_request(scale: int) -> RequestSize:
+    return RequestSize(frames=128 * scale, text=64, max_tokens=16)
+
+
+def _model(text: TextSize | None = None) -> ModelSpec:
+    """A Qwen2-VL with a small vision tower."""
+    vision = _vision(hidden=64, intermediate=128, blocks=2)
+    return ModelSpec("qwen2_vl", text or _text(), vision)
+
+
+def _text_model() -> ModelSpec:
+    return ModelSpec("llama", _text())
+
+
+def _text(
+    hidden: int = 256,
+    intermediate: int = 512,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocabulary: int = 512,
+    tied: bool = False,
+) -> TextSize:
+    return TextSize(
+        hidden,
+        intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocabulary=vocabulary,
+        head_dim=HEAD_DIM,
+        window=WINDOW,
+        tied=tied,
+    )
+
+
+def _wide_text(scale: int, layers: int = 4, vocabulary: int = 512, tied: bool = False) -> TextSize:
+    return _text(
+        hidden=256 * scale,
+        intermediate=2048 * scale,
+        layers=layers,
+        heads=4 * scale,
+        kv_heads=2,
+        vocabulary=vocabulary,
+        tied=tied,
+    )
+
+
+def _vision(hidden: int, intermediate: int, blocks: int, image: int = 112) -> VisionSize:
+    return VisionSize(
+        hidden, intermediate, blocks=blocks, heads=hidden // VISION_HEAD_DIM, image=image
+    )

@@ -1,8 +1,8 @@
-"""Hugging Face's own `generate` under the clock, with other work done in between."""
+"""Times of Hugging Face's `generate`, measured in segments of tokens; other loops can be timed
+between two segments."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,87 +11,100 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from jobs.suites.shared import reference
-from std_core.model.checkpoint import ModelInputs
+from jobs.suites.shared.timing import Stopwatch
+from std_core.model.checkpoint import Inputs
 from std_core.model.model import Model
 
 
 @dataclass
-class Theirs:
-    """Seconds: until the first token; per token of a row, of each segment."""
+class GenerateTimes:
+    """Seconds of one call of `generate`."""
 
-    prefill_s: float = 0.0
-    per_token: list[float] = field(default_factory=list)
+    prefill_s: float = 0.0  # until the first token
+    per_token: list[float] = field(default_factory=list)  # of a row, one value per segment
 
 
-class _Clock(StoppingCriteria):
-    """Asked after each step: ends segments, lets the other side have its turn, stops after the last
-    of them."""
+class _SegmentTimer(StoppingCriteria):
+    """Called by `generate` after each step: times segments, runs `between` after each, and stops
+    after the last."""
 
-    def __init__(self, segment: int, count: int, turn: Callable[[], None]):
-        self.segment = segment
-        self.count = count
-        self.turn = turn
-        self.theirs = Theirs()
-        self.began = time.perf_counter()
-        self.first = 0
-        self.at = 0
+    def __init__(self, segment: int, count: int, between: Callable[[], None]):
+        self.segment = segment  # tokens
+        self.count = count  # segments
+        self.between = between
+        self.times = GenerateTimes()
+        self.watch = Stopwatch()
+        self.segment_start = 0  # length of the ids at which the segment began; 0 before the first
 
     def __call__(self, ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
-        now = time.perf_counter()
-        if not self.first:
-            self.theirs.prefill_s = now - self.began
-            self.first = ids.shape[1]
-            self.at = self.first
-            self.began = time.perf_counter()
-        elif ids.shape[1] - self.at >= self.segment:
-            self.theirs.per_token.append((now - self.began) / (ids.shape[1] - self.at))
-            self.turn()
-            self.at = ids.shape[1]
-            self.began = time.perf_counter()
-        return torch.full((len(ids),), len(self.theirs.per_token) >= self.count, dtype=torch.bool)
+        length = ids.shape[1]
+        written = length - self.segment_start
+        if not self.segment_start:
+            self.times.prefill_s = self.watch.seconds
+            self._begin_segment(length)
+        elif written >= self.segment:
+            self.times.per_token.append(self.watch.seconds / written)
+            self.between()
+            self._begin_segment(length)
+        done = len(self.times.per_token) >= self.count
+        return torch.full((len(ids),), done, dtype=torch.bool)
+
+    def _begin_segment(self, length: int) -> None:
+        self.segment_start = length
+        self.watch.reset()
 
 
-def beside(
-    model: Model, prompts: Sequence[ModelInputs], segment: int, count: int, turn: Callable[[], None]
-) -> Theirs:
-    """`generate` of a batch of prompts of one length, whose every segment is followed by a turn of
-    ours."""
+def time_generate(
+    model: Model,
+    prompts: Sequence[Inputs],
+    segment: int,
+    count: int,
+    between: Callable[[], None],
+) -> GenerateTimes:
+    """Time greedy decoding of a batch of prompts of one length.
 
-    def ours() -> None:
-        model.install_attention()
+    Args:
+        segment: tokens per row in a segment.
+        count: segments.
+        between: called after each segment, with the model attached to our engine again.
+    """
+
+    def attached() -> None:
+        model.attach()
         try:
-            turn()
+            between()
         finally:
-            model.restore_attention()
+            model.detach()
 
-    return _generate(model, prompts, _Clock(segment, count, ours), (segment + 1) * (count + 1))
+    timer = _SegmentTimer(segment, count, attached)
+    return _generate(model, prompts, timer, max_tokens=(segment + 1) * (count + 1))
 
 
-def lookup(model: Model, prompts: Sequence[ModelInputs], tokens: int) -> float:
-    """Seconds per token of its prompt lookup decoding, which takes a single prompt."""
-    clock = _Clock(tokens, 1, lambda: None)
-    return _generate(model, prompts, clock, 2 * tokens + 16, prompt_lookup_num_tokens=10).per_token[
-        0
-    ]
+def time_prompt_lookup(model: Model, prompts: Sequence[Inputs], tokens: int) -> float:
+    """Seconds per token of Hugging Face's prompt lookup decoding, which takes a single prompt."""
+    timer = _SegmentTimer(tokens, 1, lambda: None)
+    times = _generate(
+        model, prompts, timer, max_tokens=2 * tokens + 16, prompt_lookup_num_tokens=10
+    )
+    return times.per_token[0]
 
 
 def _generate(
-    model: Model, prompts: Sequence[ModelInputs], clock: _Clock, most: int, **how: Any
-) -> Theirs:
-    fed = reference.hf_batch(model.hf, prompts)
-    mask = torch.ones_like(fed["input_ids"])
-    model.restore_attention()
+    model: Model, prompts: Sequence[Inputs], timer: _SegmentTimer, max_tokens: int, **options: Any
+) -> GenerateTimes:
+    batch = reference.hf_batch(model.hf, prompts)
+    model.detach()
     try:
-        clock.began = time.perf_counter()
+        timer.watch.reset()
         model.hf.generate(
-            **fed,
-            attention_mask=mask,
+            **batch,
+            attention_mask=torch.ones_like(batch["input_ids"]),
             do_sample=False,
-            max_new_tokens=most,
-            min_new_tokens=most,
-            stopping_criteria=StoppingCriteriaList([clock]),
-            **how,
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            stopping_criteria=StoppingCriteriaList([timer]),
+            **options,
         )
     finally:
-        model.install_attention()
-    return clock.theirs
+        model.attach()
+    return timer.times

@@ -1,161 +1,147 @@
-"""Decode loops timed against one another: on the same rows, prompts and caches, segment by segment
-in turn, from states that are taken back. What the suites `decode` and `schedule` measure with."""
+"""The dense loop and a drafted loop timed against each other: on the same rows and caches, segment
+by segment in turn, each pair of segments from the same state.
+
+Used by the suite `decode` and by calibration."""
 
 from __future__ import annotations
 
-import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from std_core.decoding.round import Drafted, Slots, decode_round, draft, prompt_lookup, verify
+from jobs.suites.shared.timing import Stopwatch, wall_seconds
+from std_core.decoding.round import Drafted, Slots, decode_round, draft, look_up, verify
 from std_core.engine.batch import Batch
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import ModelInputs
+from std_core.model.checkpoint import Inputs
 from std_core.types import Draft, Request
 
-STATE = ("length", "draft_length", "position", "total", "generated", "remaining")
-RESAMPLES = 2000
-Written = list[list[int]]  # tokens of each row
+# tensors of `Slots` that say how far each row is; entries behind them are overwritten
+STATE = ("length", "draft_length", "position", "total", "written", "left")
+Tokens = list[list[int]]  # of each row
 
 
 @dataclass
-class Clock:
-    """What a loop's segments took, in seconds."""
+class LoopTimes:
+    """Times of a loop's segments, in seconds, and the tokens of its rounds."""
 
-    per_token: list[float] = field(
-        default_factory=list
-    )  # a segment's time over the tokens of a row
-    draft: list[float] = field(default_factory=list)  # each draft step
-    verify: list[float] = field(
-        default_factory=list
-    )  # the rest of each round: verification, acceptance, commit
-    kept: list[int] = field(default_factory=list)  # tokens of each round and row
+    per_token: list[float] = field(default_factory=list)  # of a row, one value per segment
+    draft: list[float] = field(default_factory=list)  # one value per draft step
+    # verification, acceptance and commit, one value per round
+    verify: list[float] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)  # tokens per round and row
+
+    @property
+    def draft_s(self) -> float:
+        """Median of a draft step; 0 if there was none."""
+        return statistics.median(self.draft or [0.0])
+
+    @property
+    def verify_s(self) -> float:
+        """Median of a round without its draft steps; of the dense loop, of a step."""
+        return statistics.median(self.verify or [0.0])
 
 
-class Pair:
-    """Seated rows that decode densely and with a draft in turn, from the same state each time."""
+class PairedLoops:
+    """Rows in an engine's slots that decode densely and with a draft in turn."""
 
     def __init__(
         self,
         engine: Engine,
         requests: Sequence[Request],
-        prepare: Callable[[Request], ModelInputs],
+        prepare: Callable[[Request], Inputs],
         policy: Draft,
     ):
         self.policy = policy
         self.batch = Batch(engine, policy, prepare)
-        self.prefill_s = self.batch.prefill_slots(requests)
+        self.prefill_s = self.batch.seat(requests)
         self.slots = self.batch.slots
         self.model = engine.model
-        self.first = _state(self.slots)
-        step = partial(draft, engine.drafter(policy))
-        self.propose = prompt_lookup if policy.policy == "ngram" else step
-        self.dense = Clock()
-        self.drafted = Clock()
-        self.written: Written = [[] for _ in requests]
-        self.diverged: set[int] = set()
+        self.first_state = _save_state(self.slots)
+        model_draft = partial(draft, engine.drafter(policy))
+        self.drafting = look_up if policy.policy == "ngram" else model_draft
+        self.dense = LoopTimes()
+        self.drafted = LoopTimes()
+        self.written: Tokens = [[] for _ in requests]
+        self.diverged: set[int] = set()  # rows whose drafted tokens differed from the dense ones
 
-    def once(self, tokens: int) -> None:
-        """One pair of segments, the dense one first; the rows then stand where the draft's has
-        brought them."""
-        begin = _state(self.slots)
-        plain = self._dense(tokens, self.dense)
-        _put_back(self.slots, begin)
-        written = self._segment(tokens, self.propose, self.policy.gamma, self.drafted)
-        for row, (one, other) in enumerate(zip(written, plain, strict=True)):
-            self.written[row] += one
-            if any(a != b for a, b in zip(one, other, strict=False)):
+    def run_segments(self, tokens: int) -> None:
+        """Run one dense segment of `tokens` tokens per row and then, from the same state, a drafted
+        one; the rows go on from the drafted one's end."""
+        start = _save_state(self.slots)
+        dense_tokens = self._run_dense(tokens, self.dense)
+        _restore_state(self.slots, start)
+        drafted_tokens = self._run_segment(tokens, self.drafting, self.policy.gamma, self.drafted)
+        for row, (drafted, dense) in enumerate(zip(drafted_tokens, dense_tokens, strict=True)):
+            self.written[row] += drafted
+            if any(a != b for a, b in zip(drafted, dense, strict=False)):
                 self.diverged.add(row)
 
-    def from_the_start(self, strict: int, tokens: int) -> Written:
-        """What the dense loop writes with every step padded to `strict` tokens, from the first
-        state on."""
-        _put_back(self.slots, self.first)
-        self.slots.strict = strict
-        written = self._dense(tokens, Clock())
+    def replay_dense(self, width: int, tokens: int) -> Tokens:
+        """Tokens of the dense loop from the first state on, every step padded to `width` tokens."""
+        _restore_state(self.slots, self.first_state)
+        self.slots.strict = width
+        written = self._run_dense(tokens, LoopTimes())
         self.slots.strict = 0
         return written
 
-    def verification(self, width: int, times: int = 5) -> float:
-        """Median seconds of a verification of so many tokens, which leaves nothing behind."""
+    def verification_seconds(self, width: int, times: int = 5) -> float:
+        """Median seconds of a verification of `width` tokens per row; no row advances."""
         self.slots.reserve(width)
         tokens = self.slots.last.expand(-1, width - 1)
         return statistics.median(
-            _timed(lambda: verify(self.model, self.slots, tokens)) for _ in range(times)
+            wall_seconds(lambda: verify(self.model, self.slots, tokens)) for _ in range(times)
         )
 
-    def _dense(self, tokens: int, clock: Clock) -> Written:
-        # a dense step does not feed the draft's cache
+    def _run_dense(self, tokens: int, times: LoopTimes) -> Tokens:
+        # a dense step does not write to the draft's cache
         view = self.slots.view
-        self.slots.view = "target"
-        written = self._segment(tokens, partial(draft, self.model), 0, clock)
+        self.slots.view = "own"
+        written = self._run_segment(tokens, partial(draft, self.model), 0, times)
         self.slots.view = view
         return written
 
-    def _segment(
-        self, tokens: int, propose: Callable[[Slots, int], Drafted], gamma: int, clock: Clock
-    ) -> Written:
-        """Rounds until a row has `tokens` tokens more on average, or one may not go on."""
-        written: Written = [[] for _ in self.written]
-        ends = [0.0]
+    def _run_segment(
+        self, tokens: int, drafting: Callable[[Slots, int], Drafted], gamma: int, times: LoopTimes
+    ) -> Tokens:
+        """Run rounds until rows have `tokens` more tokens on average, or one reaches its limit."""
+        written: Tokens = [[] for _ in self.written]
+        verify_watch = Stopwatch()
 
-        def timed(slots: Slots, gamma: int) -> Drafted:
-            began = time.perf_counter()
-            drafted = propose(slots, gamma)
-            ends[0] = time.perf_counter()
+        def timed_drafting(slots: Slots, gamma: int) -> Drafted:
+            draft_watch = Stopwatch()
+            drafted = drafting(slots, gamma)
             if gamma:
-                clock.draft.append((ends[0] - began) / gamma)
+                times.draft.append(draft_watch.seconds / gamma)
+            verify_watch.reset()
             return drafted
 
-        began = time.perf_counter()
-        while sum(map(len, written)) < tokens * len(written) and bool(
-            (self.slots.remaining > 0).all()
-        ):
-            done = decode_round(self.model, self.slots, timed, gamma)
+        segment_watch = Stopwatch()
+        while _count(written) < tokens * len(written) and bool((self.slots.left > 0).all()):
+            done = decode_round(self.model, self.slots, timed_drafting, gamma)
             for row, new, kept in zip(
                 written, done.tokens.tolist(), done.kept.tolist(), strict=True
             ):
                 row += new[:kept]
-                clock.kept.append(kept)
-            clock.verify.append(time.perf_counter() - ends[0])
-        clock.per_token.append(
-            (time.perf_counter() - began) * len(written) / max(1, sum(map(len, written)))
-        )
+                times.kept.append(kept)
+            times.verify.append(verify_watch.seconds)
+        per_token = segment_watch.seconds * len(written) / max(1, _count(written))
+        times.per_token.append(per_token)
         return written
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
-    """Median of the pairs' ratios, and its 95% lower bound (bootstrap over pairs)."""
-    ratios = [a / b for a, b in zip(over, under, strict=True)]
-    rng = random.Random(0)
-    medians = sorted(
-        statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)
-    )
-    return statistics.median(ratios), medians[RESAMPLES // 20]
+def _count(tokens: Tokens) -> int:
+    return sum(map(len, tokens))
 
 
-def read_bandwidth(gigabytes: float = 2.0, times: int = 9) -> float:
-    """GB/s of read-only sums over a working set that no cache holds; the best of `times`."""
-    memory = torch.ones(int(gigabytes * 1e9) // 4)
-    return gigabytes / min(_timed(memory.sum) for _ in range(times))
-
-
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def _state(slots: Slots) -> dict[str, torch.Tensor]:
+def _save_state(slots: Slots) -> dict[str, torch.Tensor]:
     return {name: getattr(slots, name).clone() for name in STATE}
 
 
-def _put_back(slots: Slots, state: dict[str, torch.Tensor]) -> None:
-    """Entries and tokens behind the lengths are written over by what comes next."""
+def _restore_state(slots: Slots, state: dict[str, torch.Tensor]) -> None:
+    """Move rows back; the next rounds overwrite entries and tokens behind the restored lengths."""
     for name, value in state.items():
         getattr(slots, name).copy_(value)

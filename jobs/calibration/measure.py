@@ -21,17 +21,21 @@ from jobs.suites.shared.timing import read_bandwidth, wall_seconds
 from jobs.suites.shared.workload import Workload
 from pipeline.config import model_path
 from pipeline.records import UsageError
-from std_core.cost_model.account import ModelSize, count_accepted_rejected
-from std_core.cost_model.device_specs import device_at_hand
+from std_core.cost_model.acceptance import AcceptanceCounts, count_accepted_rejected
+from std_core.cost_model.device_specs import local_device
+from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import (
-    Accepted,
     CalibratedDraft,
-    Cost,
     Device,
+    DraftSetupLatency,
+    LatencyModel,
+    PredictionSpread,
+    PrefillLatency,
     Profile,
-    Retrieved,
-    Step,
-    non_negative,
+    RetrievalScore,
+    TimedStep,
+    UnionFraction,
+    fit_non_negative,
 )
 from std_core.engine.engine import Engine
 from std_core.model.checkpoint import Checkpoint
@@ -96,11 +100,11 @@ class Measurements:
         prefill, vision: per request.
     """
 
-    full_steps: list[Step] = field(default_factory=list)
-    draft_steps: dict[Draft, list[Step]] = field(default_factory=dict)
+    full_steps: list[TimedStep] = field(default_factory=list)
+    draft_steps: dict[Draft, list[TimedStep]] = field(default_factory=dict)
     one_time: dict[Draft, list[SizedTime]] = field(default_factory=dict)
-    acceptance: dict[Draft, list[Accepted]] = field(default_factory=dict)
-    retrieved: dict[Draft, list[Retrieved]] = field(default_factory=dict)
+    acceptance: dict[Draft, list[AcceptanceCounts]] = field(default_factory=dict)
+    retrieved: dict[Draft, list[RetrievalScore]] = field(default_factory=dict)
     noise: list[float] = field(default_factory=list)
     prefill: list[SizedTime] = field(default_factory=list)
     vision: list[SizedTime] = field(default_factory=list)
@@ -118,7 +122,7 @@ def measure_profile(model: str, device: str, dtype: str, grid: Grid, threads: in
     if max(grid.contexts) + grid.tokens_per_row > engine.checkpoint.max_model_len:
         raise UsageError(f"--contexts {max(grid.contexts)} is beyond the model's window")
     measured_device = measure_device(device, dtype)
-    calibration = Calibration(engine, grid, engine.checkpoint.account(dtype), measured_device)
+    calibration = Calibration(engine, grid, engine.checkpoint.model_size(dtype), measured_device)
     for context in grid.contexts:
         calibration.measure_context(context)
     return calibration.profile(dtype)
@@ -126,7 +130,7 @@ def measure_profile(model: str, device: str, dtype: str, grid: Grid, threads: in
 
 def measure_device(device: str, dtype: str) -> Device:
     """This machine's device with its measured read bandwidth and FLOP/s of matrix products."""
-    known = device_at_hand(device)
+    known = local_device(device)
     side = MATRIX_SIDES[known.kind]
     matrix = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
     product_s = min(wall_seconds(lambda: matrix @ matrix, device) for _ in range(MATRIX_REPEATS))
@@ -136,16 +140,18 @@ def measure_device(device: str, dtype: str) -> Device:
     return replace(known, bandwidth=bandwidth, flops=2 * side**3 / product_s)
 
 
-def costs_by_draft(profile: Profile) -> dict[str, Cost]:
-    """The fitted costs by name, for the summary."""
-    drafts = {f"{t.draft.policy} {t.draft.weights}": t.cost for t in profile.drafts}
-    return {"full": profile.full, **drafts}
+def latency_by_draft(profile: Profile) -> dict[str, LatencyModel]:
+    """The fitted latencies by name, for the summary."""
+    drafts = {f"{t.draft.policy} {t.draft.weights}": t.latency for t in profile.drafts}
+    return {"full": profile.latency, **drafts}
 
 
-def retrieval_by_draft(profile: Profile) -> dict[str, tuple[Retrieved, ...]]:
+def retrieval_by_draft(profile: Profile) -> dict[str, tuple[RetrievalScore, ...]]:
     """The retrieval tests by name, for the summary; drafts without one are left out."""
     return {
-        f"{t.draft.policy} {t.draft.weights}": t.retrieved for t in profile.drafts if t.retrieved
+        f"{t.draft.policy} {t.draft.weights}": t.retrieval_scores
+        for t in profile.drafts
+        if t.retrieval_scores
     }
 
 
@@ -188,28 +194,29 @@ class Calibration:
             self._measure_cell(cell)
         self._measure_acceptance(replace(engine, max_num_seqs=max(grid.rows)), whole)
         if grid.retrieval:
-            drafts = [draft for draft in grid.drafts if draft.stands_alone]
+            drafts = [draft for draft in grid.drafts if draft.supports_unverified]
             for draft, result in retrieval.measure_retrieval(self.engine, drafts, context).items():
                 self.measured.retrieved.setdefault(draft, []).append(result)
 
     def profile(self, dtype: str) -> Profile:
         """The fitted profile."""
         measured = self.measured
-        full = Cost.fit(measured.full_steps)
-        worst = 1 + full.residual[1]
+        full = LatencyModel.fit(measured.full_steps)
+        worst = 1 + full.residual.p90
+        vision_s = sum(time.seconds for time in measured.vision)
         vision_tokens = sum(time.tokens for time in measured.vision)
         return Profile(
             self.device,
             model=self.engine.checkpoint.revision,
             dtype=dtype,
-            account=self.size,
-            full=full,
+            model_size=self.size,
+            latency=full,
             prefill=_fit_prefill(measured.prefill),
-            vision=sum(time.seconds for time in measured.vision) / max(1.0, vision_tokens),
+            vision_s_per_token=vision_s / max(1.0, vision_tokens),
             drafts=tuple(self._fit_draft(draft, dtype) for draft in self.grid.drafts),
-            union=self._measure_unions(),
-            spread=(1 / worst, worst),
-            noise=max(0.0, statistics.median(measured.noise)),
+            union_fractions=self._measure_unions(),
+            spread=PredictionSpread(1 / worst, worst),
+            sampling_s_per_token=max(0.0, statistics.median(measured.noise)),
         )
 
     def _measure_prefill(self, engine: Engine, whole: Workload) -> None:
@@ -262,16 +269,15 @@ class Calibration:
             requests = workload.requests_of_kind(whole, kind)
             greedy = workload.with_max_tokens(requests, max_tokens)
             context = round(_mean_prompt(whole, greedy))
-            for draft, drawn in itertools.product(self.grid.drafts, (False, True)):
-                chosen = workload.sampled(greedy) if drawn else greedy
+            for draft, sampled in itertools.product(self.grid.drafts, (False, True)):
+                chosen = workload.sampled(greedy) if sampled else greedy
                 results = list(engine.run(chosen, draft, whole.prepare))
                 counts = count_accepted_rejected(results)
-                accepted = Accepted(context, kind, *counts, drawn)
+                accepted = AcceptanceCounts(context, kind, *counts, sampled)
                 self.measured.acceptance.setdefault(draft, []).append(accepted)
 
-    def _measure_unions(self) -> tuple[tuple[float, int, float], ...]:
-        """(share of channels, batch, u_B) for every share that a draft of the grid computes
-        with."""
+    def _measure_unions(self) -> tuple[UnionFraction, ...]:
+        """u_B for every share of channels that a draft of the grid computes with."""
         shares = sorted({draft.channels for draft in self.grid.drafts if draft.channels < 1})
         if not shares:
             return ()
@@ -290,19 +296,21 @@ class Calibration:
             joint = activations.joint_weight_shares(
                 self.engine, recorded, thresholds, UNION_BATCHES
             )
-            unions += [(channels, int(batch), union) for batch, union in joint.items()]
+            unions += [
+                UnionFraction(channels, int(batch), fraction) for batch, fraction in joint.items()
+            ]
         return tuple(unions)
 
     def _fit_draft(self, draft: Draft, dtype: str) -> CalibratedDraft:
         measured = self.measured
-        second = Checkpoint.load(model_path(draft.model)).account(dtype) if draft.model else None
+        second = _second_model_size(draft, dtype) if draft.model else None
         return CalibratedDraft(
             draft,
-            cost=Cost.fit(measured.draft_steps[draft]),
-            once=_fit_one_time(measured.one_time[draft]),
+            latency=LatencyModel.fit(measured.draft_steps[draft]),
+            setup=_fit_setup(measured.one_time[draft]),
             acceptance=tuple(measured.acceptance[draft]),
-            pair=second,
-            retrieved=tuple(measured.retrieved.get(draft, ())),
+            second_model=second,
+            retrieval_scores=tuple(measured.retrieved.get(draft, ())),
         )
 
 
@@ -311,19 +319,21 @@ def _mean_prompt(whole: Workload, requests: Sequence[workload.Request]) -> float
     return statistics.fmean(whole.prepare(request).ids.shape[1] for request in requests)
 
 
-def _fit_one_time(times: Sequence[SizedTime]) -> tuple[float, float]:
-    """(seconds per request, seconds per token of its context); all is taken to be per token."""
+def _second_model_size(draft: Draft, dtype: str) -> ModelSize:
+    return Checkpoint.load(model_path(draft.model)).model_size(dtype)
+
+
+def _fit_setup(times: Sequence[SizedTime]) -> DraftSetupLatency:
+    """All of a draft's one-time cost is taken to be per token of the context."""
     seconds = sum(time.seconds for time in times)
     tokens = sum(time.tokens for time in times)
-    return (0.0, seconds / tokens if seconds > 0 else 0.0)
+    return DraftSetupLatency(per_token=seconds / tokens)
 
 
-def _fit_prefill(times: Sequence[SizedTime]) -> tuple[float, float, float]:
-    """Coefficients of 1, tokens and tokens²."""
+def _fit_prefill(times: Sequence[SizedTime]) -> PrefillLatency:
     terms = [(1.0, time.tokens, time.tokens**2) for time in times]
-    weights, _ = non_negative(terms, [time.seconds for time in times])
-    constant, linear, quadratic = weights
-    return constant, linear, quadratic
+    fit = fit_non_negative(terms, [time.seconds for time in times])
+    return PrefillLatency(*fit.coefficients)
 
 
 # ------------------------------------------------------------------------------------------- a cell
@@ -351,7 +361,7 @@ class Cell:
             requests = workload.sampled(requests)
         return PairedLoops(self.engine, requests, self.captions.prepare, draft)
 
-    def full_steps(self, loops: PairedLoops) -> list[Step]:
+    def full_steps(self, loops: PairedLoops) -> list[TimedStep]:
         """Dense steps, the draft's verifications, and verifications of other widths.
 
         Those are timed alone; what a round does beside its forward pass is added.
@@ -368,28 +378,28 @@ class Cell:
             for width, seconds in seconds_by_width.items()
         ]
 
-    def draft_step(self, loops: PairedLoops) -> Step:
+    def draft_step(self, loops: PairedLoops) -> TimedStep:
         draft = loops.policy
         if draft.policy == "ngram":
             return self._step(0.0, 0.0, loops.drafted.draft_s)
         size = self.size
         if draft.model:
             dtype = str(self.engine.model.dtype).removeprefix("torch.")
-            size = Checkpoint.load(model_path(draft.model)).account(dtype)
+            size = _second_model_size(draft, dtype)
         kept = sum(row.kv_keep for row in loops.batch.rows if row is not None) / draft.depth
         entries = kept * self.context + self.rows * _mean_written(loops) / 2
         weights = size.weights_read(None if draft.model else draft, self.rows)
         read = weights + entries * size.kv_read(draft)
         return self._step(read, entries, loops.drafted.draft_s)
 
-    def _step(self, read: float, entries: float, seconds: float, *, width: int = 1) -> Step:
+    def _step(self, read: float, entries: float, seconds: float, *, width: int = 1) -> TimedStep:
         """
         Args:
             read: bytes.
             entries: that one token per row attends to, all rows together.
             width: tokens per row.
         """
-        return Step(read / self.bandwidth, self.rows * width, entries * width, seconds)
+        return TimedStep(read / self.bandwidth, self.rows * width, entries * width, seconds)
 
 
 def _mean_written(loops: PairedLoops) -> float:

@@ -13,9 +13,9 @@ import torch
 
 from jobs.demo_model import world
 from jobs.suites.shared import workload
-from std_core.cost_model.profile import Retrieved
+from std_core.cost_model.profile import RetrievalScore
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Checkpoint, Inputs
+from std_core.model.checkpoint import Checkpoint, ModelInputs
 from std_core.types import Draft, Mode, Request, Sampling
 
 CONTEXTS = 4
@@ -29,7 +29,7 @@ class Question:
     """A request, its inputs, and how a right answer begins."""
 
     request: Request
-    inputs: Inputs
+    inputs: ModelInputs
     answer: str
 
 
@@ -39,19 +39,19 @@ def draw_questions(checkpoint: Checkpoint, context: int) -> list[Question]:
     A Video-LLM is asked about one scene of a clip; a text model for the key of one of several
     doors, each stated once in prose.
     """
-    draw = _scene_questions if checkpoint.takes_video else _key_questions
+    draw = _scene_questions if checkpoint.supports_video else _key_questions
     return list(draw(checkpoint, context))
 
 
 def measure_retrieval(
     engine: Engine, drafts: Sequence[Draft], context: int
-) -> dict[Draft, Retrieved]:
+) -> dict[Draft, RetrievalScore]:
     """Right answers of the dense loop and of each draft alone (`mode=sparse`)."""
     questions = draw_questions(engine.checkpoint, context)
     own = replace(engine, max_num_seqs=CONTEXTS, prefixes=None, keep_prefixes=True)
     dense = _count_right(own, questions, None)
     return {
-        draft: Retrieved(context, len(questions), dense, _count_right(own, questions, draft))
+        draft: RetrievalScore(context, len(questions), dense, _count_right(own, questions, draft))
         for draft in drafts
     }
 
@@ -80,10 +80,10 @@ def _scene_questions(checkpoint: Checkpoint, context: int) -> Iterator[Question]
                 f"{number}/{index}",
                 prompt=prompt,
                 frames=clip.frames,
-                video=f"retrieval {number}",
+                video_id=f"retrieval {number}",
                 sampling=Sampling(12, temperature=0.0),
             )
-            yield Question(request, checkpoint.inputs(request), answer)
+            yield Question(request, checkpoint.preprocess(request), answer)
 
 
 def _key_questions(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
@@ -104,10 +104,10 @@ def _key_questions(checkpoint: Checkpoint, context: int) -> Iterator[Question]:
             asked = Request(
                 f"{number}/{door}",
                 "",
-                video=f"keys {number}",
+                video_id=f"keys {number}",
                 sampling=Sampling(8, temperature=0.0),
             )
-            yield Question(asked, Inputs(prompt, torch.zeros_like(prompt)), key)
+            yield Question(asked, ModelInputs(prompt, torch.zeros_like(prompt)), key)
 
 
 def _interleave(prose: list[int], statements: list[list[int]]) -> list[int]:

@@ -155,7 +155,7 @@ def _requests(
                 request_id,
                 prompt=prompt,
                 frames=frames,
-                video=str(number),
+                video_id=str(number),
                 fps=fps,
                 sampling=Sampling(MAX_TOKENS),
             )

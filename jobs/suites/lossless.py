@@ -181,7 +181,7 @@ class ModelUnderTest:
         self.second_path = second_path
         self.engine = Engine.load(path)
         large = name == LARGE_MODEL
-        if self.engine.checkpoint.takes_video:
+        if self.engine.checkpoint.supports_video:
             drawn = _clip_requests()
         else:
             drawn = _prose_requests(max_chars=1500 if large else 500)
@@ -252,7 +252,7 @@ class ModelUnderTest:
             return {name: [text] for name, text in dense.items()}
         accepted = {}
         for request in self.requests_of(kind):
-            inputs = self.engine.checkpoint.inputs(request)
+            inputs = self.engine.checkpoint.preprocess(request)
             expected = reference.generate(self.engine.model, inputs, request.sampling)
             text = dense[request.request_id]
             accepted[request.request_id] = [text] if text == expected else []
@@ -289,9 +289,9 @@ def _clip_requests() -> Iterator[Request]:
         clips.append(torch.from_numpy(pixels))
     caption = rng.choice(world.CAPTION_PROMPTS)
     first = clips[0]
-    yield Request("caption", caption, first, video="0", sampling=_random_length(rng))
+    yield Request("caption", caption, first, video_id="0", sampling=_random_length(rng))
     question = "Which shape is in scene 2?"
-    yield Request("question", question, first, video="0", sampling=_random_length(rng))
+    yield Request("question", question, first, video_id="0", sampling=_random_length(rng))
     yield Request("text", "Which shapes are there?", sampling=_random_length(rng))
     yield Request("two", "Compare.", clips[1], videos=(clips[3],), sampling=_random_length(rng))
     images = (clips[2][0], clips[4][0])
@@ -302,7 +302,7 @@ def _clip_requests() -> Iterator[Request]:
             str(number),
             prompt=f"What is in scene {number}?",
             frames=clips[clip],
-            video=str(clip),
+            video_id=str(clip),
             sampling=_random_length(rng),
         )
 
@@ -375,11 +375,11 @@ def _logit_gap(
     """Difference of the two largest logits at the first token in which two texts differ."""
     equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
     prefix = torch.tensor([[token for token, _ in equal]], dtype=torch.long)
-    inputs = engine.checkpoint.inputs(request)
+    inputs = engine.checkpoint.preprocess(request)
     with_prefix = replace(
         inputs,
         ids=torch.cat([inputs.ids, prefix], dim=1),
-        types=torch.cat([inputs.types, torch.zeros_like(prefix)], dim=1),
+        token_types=torch.cat([inputs.token_types, torch.zeros_like(prefix)], dim=1),
     )
-    largest = engine.model.read(with_prefix).float().topk(2).values
+    largest = engine.model.prompt_logits(with_prefix).float().topk(2).values
     return float(largest[0] - largest[1])

@@ -3,7 +3,7 @@ answer, greedy or sampled), the dense loop, every fixed draft and the planner's 
 one process.
 
 A cell is a wave as a run has it: more requests than slots, which are refilled as rows finish. The
-planner's choice runs with the pace that it sets. A wave's time is that of all its rounds, plus a
+planner's choice runs with its gamma schedule. A wave's time is that of all its rounds, plus a
 draft's one-time cost per request; vision and prefill, which are the same for all drafts, are done
 before. The oracle is chosen on every second turn; it and all others are timed on the other turns.
 
@@ -47,7 +47,7 @@ from pipeline.plan.profile_file import read_profile
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption, UsageError
 from std_core.cost_model.memory import LongestRequest
-from std_core.cost_model.profile import Profile
+from std_core.cost_model.profile import Profile, TextLength
 from std_core.engine.engine import Engine
 from std_core.types import Draft, Request, Result
 
@@ -319,7 +319,7 @@ def _measure_cell(
         for draft, wave_times in times.items():
             wave_times.add(run_wave(requests, draft))
         if chosen.draft is not None:
-            planned.add(run_wave([chosen.pace, *requests], chosen.widest_draft))
+            planned.add(run_wave([chosen.gamma_schedule, *requests], chosen.widest_draft))
     return Cell(
         context=context,
         slots=slots,
@@ -351,12 +351,12 @@ def _plan(
     )
     visual = statistics.fmean(r.num_visual_tokens for r in dense)
     context = visual + statistics.fmean(r.num_prompt_tokens for r in dense)
-    longest = LongestRequest(round(context), round(visual), answer.length, draws=config.draws)
+    longest = LongestRequest(round(context), round(visual), answer.length, sampling=config.draws)
     summary = WaveSummary(
         count, context=context, visual=visual, videos=count, longest=longest, kinds=((kind, count),)
     )
     length = statistics.fmean(len(r.token_ids) for r in dense)
-    known = replace(profile, lengths=((kind, length),))
+    known = replace(profile, text_lengths=(TextLength(kind, length),))
     return choose(summary, known, History(), config, 0)
 
 

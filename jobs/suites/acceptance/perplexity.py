@@ -23,12 +23,12 @@ def perplexity(engine: Engine, workload: Workload, draft: Draft) -> float:
     engine = replace(engine, max_num_seqs=len(workload.requests))
     batch = Batch(engine, draft, workload.prepare)
     sampling = Sampling(2, temperature=0.0)  # with one token a row would end at its prefill
-    batch.seat([replace(request, sampling=sampling) for request in workload.requests])
+    batch.prefill_slots([replace(request, sampling=sampling) for request in workload.requests])
     slots = batch.slots
     text = torch.tensor([workload.continuations[r.request_id] for r in workload.requests])
     fed = text[:, :-1]
     expected = text[:, 1:]
     slots.reserve(fed.shape[1])
     positions = slots.position[:, None] + torch.arange(fed.shape[1])
-    logits = engine.drafter(draft).step(fed, positions, slots.drafts_view(0))
+    logits = engine.drafter(draft).step(fed, positions, slots.draft_step_kv(0))
     return float(F.cross_entropy(logits.flatten(0, 1).float(), expected.flatten()).exp())

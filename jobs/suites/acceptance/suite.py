@@ -25,7 +25,7 @@ from jobs.suites.shared.timing import Stopwatch
 from jobs.suites.shared.workload import Workload, raise_errors
 from pipeline.command_line import flag
 from std_core.engine.engine import Engine
-from std_core.model.drafters import weight_bytes
+from std_core.model.drafters import step_weight_bytes
 from std_core.types import Draft, Result
 
 GAMMA = 5
@@ -201,7 +201,7 @@ def measure_draft(
         stderr=round(accepted.stderr, 4),
         alpha=round(sum(r.accepted for r in results) / max(1, proposed), 4),
         kv_entries=round(statistics.mean(r.kv_keep * _context(r) for r in results), 1),
-        weight_bytes=0 if lookup else weight_bytes(engine.drafter(draft)),
+        weight_bytes=0 if lookup else step_weight_bytes(engine.drafter(draft)),
         rounds=sum(r.rounds for r in results),
         identical=sum(r.token_ids == dense_tokens[r.request_id] for r in results),
         requests=len(results),
@@ -234,7 +234,7 @@ def table(model: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _workload_size(flags: Flags, engine: Engine) -> WorkloadSize:
-    usual = CLIPS if engine.checkpoint.takes_video else PROSE
+    usual = CLIPS if engine.checkpoint.supports_video else PROSE
     return WorkloadSize(flags.prompts or usual.prompts, flags.tokens or usual.tokens)
 
 

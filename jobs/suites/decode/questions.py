@@ -14,7 +14,7 @@ from jobs.suites.shared import reference
 from jobs.suites.shared.timing import Stopwatch
 from jobs.suites.shared.workload import draw_clip
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.types import Draft, Request, Result, Sampling
 
 VIDEOS = 4
@@ -39,7 +39,7 @@ def time_questions(engine: Engine, context: int, draft: Draft) -> dict[str, Any]
         context: visual tokens of each video.
     """
     questions = _draw_questions(engine, context)
-    inputs = {q.request.request_id: engine.checkpoint.inputs(q.request) for q in questions}
+    inputs = {q.request.request_id: engine.checkpoint.preprocess(q.request) for q in questions}
     watch = Stopwatch()
     results = _run_engine(engine, questions, inputs, draft)
     engine_s = watch.seconds
@@ -61,7 +61,10 @@ def time_questions(engine: Engine, context: int, draft: Draft) -> dict[str, Any]
 
 
 def _run_engine(
-    engine: Engine, questions: Sequence[VideoQuestion], inputs: Mapping[str, Inputs], draft: Draft
+    engine: Engine,
+    questions: Sequence[VideoQuestion],
+    inputs: Mapping[str, ModelInputs],
+    draft: Draft,
 ) -> dict[str, Result]:
     own = replace(engine, max_num_seqs=VIDEOS, prefixes=None, keep_prefixes=False)
     requests = [question.request for question in questions]
@@ -72,7 +75,7 @@ def _run_engine(
 def _count_same_answers(
     engine: Engine,
     questions: Sequence[VideoQuestion],
-    inputs: Mapping[str, Inputs],
+    inputs: Mapping[str, ModelInputs],
     results: Mapping[str, Result],
 ) -> int:
     """Answers that `generate` begins with too; one batch per question, all videos together."""
@@ -103,7 +106,7 @@ def _draw_questions(engine: Engine, context: int) -> list[VideoQuestion]:
                 f"{video}/{number}",
                 prompt=prompt,
                 frames=clip.frames,
-                video=f"clip {video}",
+                video_id=f"clip {video}",
                 sampling=sampling,
             )
             questions.append(VideoQuestion(request, number))

@@ -46,6 +46,6 @@ def random_workload(engine: Engine, context: int, batch: int, max_tokens: int) -
     sampling = Sampling(max_tokens, min_tokens=max_tokens, temperature=0.0)
     workload = Workload()
     for number in range(batch):
-        ids = torch.randint(engine.model.vocabulary, (context,), generator=rng)
+        ids = torch.randint(engine.model.vocab_size, (context,), generator=rng)
         workload.add_token_ids(f"random {number}", ids.tolist(), sampling)
     return workload

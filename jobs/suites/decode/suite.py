@@ -33,7 +33,8 @@ from jobs.suites.shared.timing import Stopwatch, paired_ratio, read_bandwidth
 from jobs.suites.shared.workload import Workload
 from pipeline.command_line import flag
 from pipeline.records import UsageError
-from std_core.cost_model.account import ModelSize, speedup
+from std_core.cost_model.crossover import speedup
+from std_core.cost_model.model_size import ModelSize
 from std_core.engine.engine import Engine
 from std_core.kernels.attention import implementation_name
 from std_core.types import Draft
@@ -111,7 +112,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     torch.set_num_threads(flags.threads)
     bandwidth = read_bandwidth()
     engine = _load_engine(flags)
-    usual = VIDEO_CONTEXTS if engine.checkpoint.takes_video else TEXT_CONTEXTS
+    usual = VIDEO_CONTEXTS if engine.checkpoint.supports_video else TEXT_CONTEXTS
     contexts = parse_numbers("contexts", flags.contexts or usual)
     batches = parse_numbers("batches", flags.batches)
     rows: list[dict[str, Any]] = []
@@ -144,7 +145,7 @@ def drafts(engine: Engine) -> dict[str, Draft]:
         "std_512_int8": Draft("std", k=half, gamma=3, weights="int8"),
         "ngram": Draft("ngram", gamma=3),
     }
-    if engine.checkpoint.takes_video:
+    if engine.checkpoint.supports_video:
         by_name["refresh_1024"] = Draft("std", k=whole, gamma=3, refresh=1)
     return by_name
 
@@ -178,7 +179,7 @@ def measure_cell(
             run_all()
     lookup_s = None
     # prompt lookup takes one row, and on video prompts it drafts placeholders and fails
-    if generate and batch == 1 and not engine.checkpoint.takes_video:
+    if generate and batch == 1 and not engine.checkpoint.supports_video:
         lookup_s = time_prompt_lookup(engine.model, prompts, segment * flags.pairs)
     cell = Cell(
         engine=engine,
@@ -278,7 +279,7 @@ def _step_figures(cell: Cell, pair: PairedLoops) -> dict[str, Any]:
 
 def _time_questions(engine: Engine, flags: Flags, context: int) -> dict[str, Any] | None:
     """Questions on videos, of a Video-LLM and beside `generate` alone."""
-    if not (flags.hugging_face and engine.checkpoint.takes_video):
+    if not (flags.hugging_face and engine.checkpoint.supports_video):
         return None
     return questions.time_questions(engine, context, QUESTIONS_DRAFT)
 

@@ -18,11 +18,11 @@ from triton.errors import TritonError
 from jobs.suites.gpu.shapes import Shape
 from jobs.suites.shared.timing import mean_seconds
 from std_core.decoding.logits import LogitsProcessors
-from std_core.decoding.round import Round, Slots, decode_round, draft, look_up
-from std_core.engine.cuda_graphs import Captured, pool_bytes, recorder_of
+from std_core.decoding.round import Round, Slots, decode_round, draft, prompt_lookup
+from std_core.engine.cuda_graphs import CapturedRounds, graph_recorder, pool_bytes
 from std_core.kernels.shared.segments import PrefixGroups
-from std_core.model.cache import Cache, ChunkStep
-from std_core.model.drafters import drafter_of, weight_bytes
+from std_core.model.cache import KVCache, PrefillStep
+from std_core.model.drafters import build_drafter, step_weight_bytes
 from std_core.model.families import FAMILIES
 from std_core.model.model import Model
 from std_core.types import Draft
@@ -89,7 +89,7 @@ def measure_contexts(
         bandwidth: bytes/s.
         deadline: of `time.monotonic`; no context is begun after it.
     """
-    drafters = {"16-bit": model, "int4": drafter_of(model, Draft(weights="int4"), {})}
+    drafters = {"16-bit": model, "int4": build_drafter(model, Draft(weights="int4"), {})}
     contexts: dict[int, dict[str, Any] | str] = {}
     for context in size.contexts:
         if time.monotonic() > deadline:
@@ -143,21 +143,21 @@ class RoundTimer:
         self.context = context
         self.device = device
         self.slots = filled_slots(model, size.slots, context)
-        recorder = recorder_of(model)
-        self.captured = Captured(self.slots, recorder) if recorder else None
-        self.slots.ahead = max(size.gammas) + 1 if self.captured else 0
-        self.slots.bends = LogitsProcessors.of(
-            self.slots.rules, self.slots.vocabulary, model.device
+        recorder = graph_recorder(model)
+        self.captured = CapturedRounds(self.slots, recorder) if recorder else None
+        self.slots.headroom = max(size.gammas) + 1 if self.captured else 0
+        self.slots.logits_processors = LogitsProcessors.of(
+            self.slots.samplings, self.slots.vocabulary, model.device
         )
 
     @torch.inference_mode()
     def measure(self, drafters: Mapping[str, Model], bandwidth: float) -> dict[str, Any]:
         """Times in ms, bytes, and the speed-ups that follow."""
-        read = weight_bytes(self.model) + self.size.slots * self._cache_bytes(
+        read = step_weight_bytes(self.model) + self.size.slots * self._cache_bytes(
             self.context + CAPTION // 2
         )
-        dense = self._seconds(0, look_up, graph=0)
-        verify = {gamma: self._seconds(gamma, look_up, graph=0) for gamma in self.size.gammas}
+        dense = self._seconds(0, prompt_lookup, graph=0)
+        verify = {gamma: self._seconds(gamma, prompt_lookup, graph=0) for gamma in self.size.gammas}
         figures: dict[str, Any] = {
             "context": self.context,
             "slots": self.size.slots,
@@ -174,7 +174,7 @@ class RoundTimer:
             rounds = {
                 gamma: self._seconds(gamma, drafting, graph=graph) for gamma in self.size.gammas
             }
-            costs = DraftCosts(rounds, verify, dense, read, weight_bytes(drafter) + kept)
+            costs = DraftCosts(rounds, verify, dense, read, step_weight_bytes(drafter) + kept)
             figures["drafts"][name] = costs.figures()
         return figures
 
@@ -256,11 +256,11 @@ def filled_slots(model: Model, count: int, context: int) -> Slots:
     prefix = context - TEXT
     kept = min(KEPT, prefix)
     _fill(slots.prefix, prefix)
-    _fill(slots.own, TEXT + CAPTION)
+    _fill(slots.suffix, TEXT + CAPTION)
     _fill(slots.draft, kept + TEXT + CAPTION)
-    slots.view = "kept"
+    slots.view = "selected"
     slots.reserve_history(context + CAPTION)
-    slots.history.random_(1, model.vocabulary)
+    slots.history.random_(1, model.vocab_size)
     slots.active.fill_(True)
     slots.groups = PrefixGroups.from_lists(
         list(range(count)), [prefix] * count, model.device, fixed=True
@@ -276,11 +276,11 @@ def _rewind(slots: Slots, context: int) -> None:
     slots.draft_length.fill_(kept + TEXT - 1)
     slots.position.fill_(context - 1)
     slots.total.fill_(context)
-    slots.written.fill_(1)
-    slots.left.fill_(UNLIMITED)
+    slots.generated.fill_(1)
+    slots.remaining.fill_(UNLIMITED)
 
 
-def _fill(cache: Cache, entries: int) -> None:
+def _fill(cache: KVCache, entries: int) -> None:
     cache.reserve(entries)
     for store in (*cache.key, *cache.value):
         store.normal_()
@@ -322,10 +322,12 @@ def _prefill_seconds(model: Model, size: Size, context: int, device: str) -> flo
     start = (context - chunk) // 2
     cache = model.new_cache(1)
     cache.reserve(context)
-    embeds = torch.randn(1, chunk, model.width * model.levels, device=device, dtype=model.dtype)
+    embeds = torch.randn(
+        1, chunk, model.hidden_size * model.feature_levels, device=device, dtype=model.dtype
+    )
     positions = torch.arange(start, start + chunk, device=device)[None, None]
     seconds = mean_seconds(
-        lambda: model.extend(embeds, positions, ChunkStep(cache, 0, start)),
+        lambda: model.prefill_chunk(embeds, positions, PrefillStep(cache, 0, start)),
         repeats=1,
         warmup=size.warmup,
         device=device,

@@ -18,11 +18,11 @@ from jobs.suites.shared.random_models import (
     random_model,
 )
 from jobs.suites.shared.workload import raise_errors
-from std_core.cost_model.account import ModelSize
-from std_core.cost_model.memory import LongestRequest, terms
+from std_core.cost_model.memory import LongestRequest, memory_breakdown
+from std_core.cost_model.model_size import ModelSize
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Inputs, whole_account
-from std_core.model.drafters import second_model
+from std_core.model.checkpoint import ModelInputs, full_model_size
+from std_core.model.drafters import pair_drafter
 from std_core.model.model import Model
 from std_core.types import Draft, Request, Sampling
 
@@ -63,32 +63,32 @@ class Case:
         return LongestRequest(
             visual + self.request.text,
             visual=visual,
-            written=self.request.max_tokens,
+            max_tokens=self.request.max_tokens,
             chunk=self.chunk,
-            draws="greedy" if self.seed is None else "seeded",
+            sampling="greedy" if self.seed is None else "seeded",
         )
 
     def size_of(self, model: ModelSpec) -> ModelSize:
         item_bytes = self.torch_dtype.itemsize
-        return whole_account(_config(model), item_bytes, item_bytes)
+        return full_model_size(_config(model), item_bytes, item_bytes)
 
-    def terms(self) -> dict[str, float]:
+    def memory_breakdown(self) -> dict[str, float]:
         """Bytes by term, as a plan predicts them."""
         second = self.size_of(self.second_model) if self.second_model else None
-        return terms(
+        return memory_breakdown(
             self.size_of(self.model),
             self.longest,
             self.slots,
             self.draft,
             second,
-            kind=self.device,
+            device_kind=self.device,
         )
 
 
 class CaseRun:
     """A case's model and prompts; each run uses an engine of its own."""
 
-    def __init__(self, case: Case, prompts: dict[str, Inputs]):
+    def __init__(self, case: Case, prompts: dict[str, ModelInputs]):
         self.case = case
         self.prompts = prompts
         self.model = self._random_model(case.model)
@@ -116,7 +116,7 @@ class CaseRun:
         if self.second is not None and case.draft is not None:
             draft = case.draft
             key = (draft.depth, draft.channels, draft.weights, draft.model)
-            engine.drafters[key] = second_model(self.model, self.second)
+            engine.drafters[key] = pair_drafter(self.model, self.second)
         for _ in raise_errors(engine.run(self._requests(), case.draft, self._prepare)):
             pass
 
@@ -127,13 +127,13 @@ class CaseRun:
             options = {"temperature": 1.0, "top_p": 0.9, "seed": self.case.seed}
         sampling = Sampling(tokens, min_tokens=tokens, **options)
         for name in self.prompts:
-            yield Request(name, "", video=name, sampling=sampling)
+            yield Request(name, "", video_id=name, sampling=sampling)
 
-    def _prepare(self, request: Request) -> Inputs:
+    def _prepare(self, request: Request) -> ModelInputs:
         return self.prompts[request.request_id]
 
 
-def case_prompts(case: Case) -> dict[str, Inputs]:
+def case_prompts(case: Case) -> dict[str, ModelInputs]:
     """One prompt per slot, by name. They belong to the caller and are not part of the engine's
     memory."""
     return {str(slot): random_inputs(case.model, case.request, slot) for slot in range(case.slots)}

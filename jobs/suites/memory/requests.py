@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from jobs.suites.shared.random_models import SpecialTokens, TextSize, VisionSize
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 
 MERGE = 2  # patches per side of a visual token
 CHANNELS = 3
 TEMPORAL_PATCH = 2  # frames
-VIDEO = 2  # type of a video's tokens in `Inputs.types`
+VIDEO = 2  # type of a video's tokens in `ModelInputs.token_types`
 RESERVED_IDS = 8  # special tokens; words have larger ids
 TOKENS = SpecialTokens()
 TEXT_BEFORE = 4  # tokens before a video
@@ -55,26 +55,26 @@ class RequestSize:
         return self.frames * side**2 + newline
 
 
-def random_inputs(model: ModelSpec, request: RequestSize, seed: int) -> Inputs:
+def random_inputs(model: ModelSpec, request: RequestSize, seed: int) -> ModelInputs:
     """A prompt of a model without a processor."""
     rng = torch.Generator().manual_seed(seed)
     types = _token_types(model, request)
     words = torch.randint(RESERVED_IDS, model.text.vocabulary, types.shape, generator=rng)
     if model.vision is None:
-        return Inputs(words, torch.zeros_like(types))
+        return ModelInputs(words, torch.zeros_like(types))
     ids = torch.where(types == VIDEO, TOKENS.video, words)
     if model.family == "llava_onevision":
         frames = torch.randn(request.frames, CHANNELS, model.frame, model.frame, generator=rng)
         grid = torch.tensor([[request.frames, model.frame, model.frame]])
-        return Inputs(ids, types, frames, grid)
+        return ModelInputs(ids, types, frames, grid)
     side = model.frame // model.vision.patch
     patch_values = CHANNELS * TEMPORAL_PATCH * model.vision.patch**2
-    return Inputs(
+    return ModelInputs(
         ids,
-        types=types,
+        token_types=types,
         video_patches=torch.randn(request.frames * side**2, patch_values, generator=rng),
         video_grid=torch.tensor([[request.frames, side, side]]),
-        seconds=torch.tensor([1.0]),
+        second_per_grid=torch.tensor([1.0]),
     )
 
 

@@ -24,7 +24,7 @@ from jobs.suites.shared.tables import figures_table, stderr_console
 from jobs.suites.shared.timing import Stopwatch
 from pipeline.command_line import flag
 from pipeline.records import UsageError
-from std_core.cost_model.memory import total
+from std_core.cost_model.memory import peak_memory
 
 TOLERANCE = 0.1  # of the measured peak, by which the predicted one may differ
 COLUMNS = (
@@ -107,8 +107,8 @@ def measure_with_resident(case: Case, threads: int = 1) -> CaseFigures:
 
 def measure(case: Case, case_run: CaseRun) -> CaseFigures:
     """What was predicted and what tensors held."""
-    terms = case.terms()
-    predicted = total(terms)
+    terms = case.memory_breakdown()
+    predicted = peak_memory(terms)
     peak = case_run.weights + tensors_peak(case_run.run, case.device)
     return CaseFigures(
         case=case.name,

@@ -15,7 +15,7 @@ from std_core.model.drafters import projections
 from std_core.types import Sampling
 
 SEQUENCES = 8  # recorded side by side
-STEPS = sparsity.SAMPLE // SEQUENCES
+STEPS = sparsity.SAMPLE_ROWS // SEQUENCES
 BATCH_SAMPLES = 64  # batches drawn from the recorded steps
 Activations = dict[str, torch.Tensor]  # by a projection's name, (steps, sequences, in features)
 
@@ -35,7 +35,7 @@ def record_activations(engine: Engine, workload: Workload) -> Activations:
     sampling = Sampling(STEPS + 1, min_tokens=STEPS + 1, temperature=0.0)
     requests = [replace(request, sampling=sampling) for request in workload.requests]
     own = replace(engine, max_num_seqs=SEQUENCES, prefixes=None, keep_prefixes=False)
-    with sparsity.recorded(engine.model.decoder) as recorded:
+    with sparsity.record_projection_inputs(engine.model.decoder) as recorded:
         for _ in raise_errors(own.run(requests, None, workload.prepare)):
             pass
     return {name: rows.view(STEPS, SEQUENCES, -1) for name, rows in recorded.items()}
@@ -45,7 +45,7 @@ def fit_thresholds(engine: Engine, activations: Activations, channels: float) ->
     """By projection, the magnitude below which an input channel is left out, so that `channels` of
     them, a share, are kept over these steps."""
     flat = {name: x.flatten(0, 1) for name, x in activations.items()}
-    return sparsity.thresholds(engine.model.decoder, flat, channels)
+    return sparsity.calibrate_thresholds(engine.model.decoder, flat, channels)
 
 
 def joint_weight_shares(

@@ -12,7 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from jobs.suites.shared import reference
 from jobs.suites.shared.timing import Stopwatch
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
 
 
@@ -56,7 +56,7 @@ class _SegmentTimer(StoppingCriteria):
 
 def time_generate(
     model: Model,
-    prompts: Sequence[Inputs],
+    prompts: Sequence[ModelInputs],
     segment: int,
     count: int,
     between: Callable[[], None],
@@ -70,17 +70,17 @@ def time_generate(
     """
 
     def attached() -> None:
-        model.attach()
+        model.install_attention()
         try:
             between()
         finally:
-            model.detach()
+            model.restore_attention()
 
     timer = _SegmentTimer(segment, count, attached)
     return _generate(model, prompts, timer, max_tokens=(segment + 1) * (count + 1))
 
 
-def time_prompt_lookup(model: Model, prompts: Sequence[Inputs], tokens: int) -> float:
+def time_prompt_lookup(model: Model, prompts: Sequence[ModelInputs], tokens: int) -> float:
     """Seconds per token of Hugging Face's prompt lookup decoding, which takes a single prompt."""
     timer = _SegmentTimer(tokens, 1, lambda: None)
     times = _generate(
@@ -90,10 +90,14 @@ def time_prompt_lookup(model: Model, prompts: Sequence[Inputs], tokens: int) -> 
 
 
 def _generate(
-    model: Model, prompts: Sequence[Inputs], timer: _SegmentTimer, max_tokens: int, **options: Any
+    model: Model,
+    prompts: Sequence[ModelInputs],
+    timer: _SegmentTimer,
+    max_tokens: int,
+    **options: Any,
 ) -> GenerateTimes:
     batch = reference.hf_batch(model.hf, prompts)
-    model.detach()
+    model.restore_attention()
     try:
         timer.watch.reset()
         model.hf.generate(
@@ -106,5 +110,5 @@ def _generate(
             **options,
         )
     finally:
-        model.attach()
+        model.install_attention()
     return timer.times

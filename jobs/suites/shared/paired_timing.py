@@ -13,14 +13,14 @@ from functools import partial
 import torch
 
 from jobs.suites.shared.timing import Stopwatch, wall_seconds
-from std_core.decoding.round import Drafted, Slots, decode_round, draft, look_up, verify
+from std_core.decoding.round import Drafted, Slots, decode_round, draft, prompt_lookup, verify
 from std_core.engine.batch import Batch
 from std_core.engine.engine import Engine
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.types import Draft, Request
 
 # tensors of `Slots` that say how far each row is; entries behind them are overwritten
-STATE = ("length", "draft_length", "position", "total", "written", "left")
+STATE = ("length", "draft_length", "position", "total", "generated", "remaining")
 Tokens = list[list[int]]  # of each row
 
 
@@ -52,17 +52,17 @@ class PairedLoops:
         self,
         engine: Engine,
         requests: Sequence[Request],
-        prepare: Callable[[Request], Inputs],
+        prepare: Callable[[Request], ModelInputs],
         policy: Draft,
     ):
         self.policy = policy
         self.batch = Batch(engine, policy, prepare)
-        self.prefill_s = self.batch.seat(requests)
+        self.prefill_s = self.batch.prefill_slots(requests)
         self.slots = self.batch.slots
         self.model = engine.model
         self.first_state = _save_state(self.slots)
         model_draft = partial(draft, engine.drafter(policy))
-        self.drafting = look_up if policy.policy == "ngram" else model_draft
+        self.drafting = prompt_lookup if policy.policy == "ngram" else model_draft
         self.dense = LoopTimes()
         self.drafted = LoopTimes()
         self.written: Tokens = [[] for _ in requests]
@@ -99,7 +99,7 @@ class PairedLoops:
     def _run_dense(self, tokens: int, times: LoopTimes) -> Tokens:
         # a dense step does not write to the draft's cache
         view = self.slots.view
-        self.slots.view = "own"
+        self.slots.view = "target"
         written = self._run_segment(tokens, partial(draft, self.model), 0, times)
         self.slots.view = view
         return written
@@ -120,7 +120,7 @@ class PairedLoops:
             return drafted
 
         segment_watch = Stopwatch()
-        while _count(written) < tokens * len(written) and bool((self.slots.left > 0).all()):
+        while _count(written) < tokens * len(written) and bool((self.slots.remaining > 0).all()):
             done = decode_round(self.model, self.slots, timed_drafting, gamma)
             for row, new, kept in zip(
                 written, done.tokens.tolist(), done.kept.tolist(), strict=True

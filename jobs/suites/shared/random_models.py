@@ -161,7 +161,7 @@ class TokenIdCheckpoint:
     """In place of a `Checkpoint` for models without a tokenizer: prompts are token ids."""
 
     max_model_len: int = 131072
-    takes_video: bool = False
+    supports_video: bool = False
 
     def decode(self, ids: list[int]) -> str:
         return ""

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from std_core.model.checkpoint import Inputs
+from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
 from std_core.types import Sampling
 
 
-def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
+def generate(model: Model, inputs: ModelInputs, sampling: Sampling) -> list[int]:
     """New tokens of a greedy `hf.generate` for one request, with the model's own attention."""
     options = {
         "max_new_tokens": sampling.max_tokens,
@@ -28,26 +28,28 @@ def generate(model: Model, inputs: Inputs, sampling: Sampling) -> list[int]:
     return tokens
 
 
-def generate_batch(model: Model, prompts: Sequence[Inputs], max_tokens: int) -> list[list[int]]:
+def generate_batch(
+    model: Model, prompts: Sequence[ModelInputs], max_tokens: int
+) -> list[list[int]]:
     """New tokens of a greedy `hf.generate` for a batch of prompts of one length."""
     return _greedy_generate(model, hf_batch(model.hf, prompts), max_new_tokens=max_tokens)
 
 
 def _greedy_generate(model: Model, batch: dict[str, Any], **options: Any) -> list[list[int]]:
     prompt_ids = batch["input_ids"]
-    model.detach()
+    model.restore_attention()
     try:
         output = model.hf.generate(
             **batch, attention_mask=torch.ones_like(prompt_ids), do_sample=False, **options
         )
     finally:
-        model.attach()
+        model.install_attention()
     return output[:, prompt_ids.shape[1] :].tolist()
 
 
-def hf_inputs(hf: Any, inputs: Inputs) -> dict[str, Any]:
+def hf_inputs(hf: Any, inputs: ModelInputs) -> dict[str, Any]:
     """Keyword arguments of Hugging Face's model for one prompt."""
-    if not len(inputs.visual):
+    if not len(inputs.visual_positions):
         return {"input_ids": inputs.ids}
     if hf.config.model_type == "llava_onevision":
         sizes = inputs.image_grid
@@ -58,23 +60,23 @@ def hf_inputs(hf: Any, inputs: Inputs) -> dict[str, Any]:
         }
         return {"input_ids": inputs.ids} | _without_none(images) | _llava_videos(hf, inputs)
     visual = {
-        "mm_token_type_ids": inputs.types,
+        "mm_token_type_ids": inputs.token_types,
         "pixel_values_videos": inputs.video_patches,
         "video_grid_thw": inputs.video_grid,
         "pixel_values": inputs.image_patches,
         "image_grid_thw": inputs.image_grid,
-        "second_per_grid_ts": inputs.seconds,
+        "second_per_grid_ts": inputs.second_per_grid,
     }
     return {"input_ids": inputs.ids} | _without_none(visual)
 
 
-def hf_batch(hf: Any, prompts: Sequence[Inputs]) -> dict[str, Any]:
+def hf_batch(hf: Any, prompts: Sequence[ModelInputs]) -> dict[str, Any]:
     """Keyword arguments for prompts of one length; of a Video-LLM, each with one video."""
     each = [hf_inputs(hf, inputs) for inputs in prompts]
     return {name: torch.cat([one[name] for one in each]) for name in each[0]}
 
 
-def _llava_videos(hf: Any, inputs: Inputs) -> dict[str, Any]:
+def _llava_videos(hf: Any, inputs: ModelInputs) -> dict[str, Any]:
     """Videos as one tensor if they have equally many frames, else the vision tower's output for
     each: LLaVA-OneVision's forward takes no ragged videos."""
     if inputs.video_patches is None or inputs.video_grid is None:

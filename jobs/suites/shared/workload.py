@@ -20,8 +20,8 @@ from pipeline.config import model_path
 from pipeline.records import UsageError
 from std_core.engine.engine import Engine
 from std_core.engine.prefill import Prefix
-from std_core.model.cache import Cache
-from std_core.model.checkpoint import Checkpoint, Inputs
+from std_core.model.cache import KVCache
+from std_core.model.checkpoint import Checkpoint, ModelInputs
 from std_core.types import Geometry, Request, Result, Sampling
 
 CLIP_SIDE = 112  # pixels, of the clips' frames
@@ -40,23 +40,23 @@ class Workload:
     """
 
     requests: list[Request] = field(default_factory=list)
-    inputs: dict[str, Inputs] = field(default_factory=dict)
+    inputs: dict[str, ModelInputs] = field(default_factory=dict)
     continuations: dict[str, list[int]] = field(default_factory=dict)
 
     def add_token_ids(self, name: str, ids: Sequence[int], sampling: Sampling) -> None:
         """Add a request whose prompt is `ids`, without a chat template."""
         prompt = torch.tensor([ids])
-        self.requests.append(Request(name, "", video=name, sampling=sampling))
-        self.inputs[name] = Inputs(prompt, torch.zeros_like(prompt))
+        self.requests.append(Request(name, "", video_id=name, sampling=sampling))
+        self.inputs[name] = ModelInputs(prompt, torch.zeros_like(prompt))
 
-    def prepare(self, request: Request) -> Inputs:
+    def prepare(self, request: Request) -> ModelInputs:
         """The `prepare` argument of `Engine.run`."""
         return self.inputs[request.request_id]
 
     @property
     def prefix_count(self) -> int:
         """Texts or clips, each of which is one prefix in the engine's cache."""
-        return len({request.video for request in self.requests})
+        return len({request.video_id for request in self.requests})
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def load_engine(model: str, folder: Path, threads: int, **settings: str) -> Engi
     return Engine.load(path, threads=threads, keep_prefixes=True, **settings)  # type: ignore[arg-type]
 
 
-def empty_prefix_store(engine: Engine, count: int) -> tuple[Cache, list[Prefix]]:
+def empty_prefix_store(engine: Engine, count: int) -> tuple[KVCache, list[Prefix]]:
     """A cache for the prefixes of `count` texts or clips, for engines of any number of slots."""
     return engine.model.new_cache(count), [Prefix() for _ in range(count)]
 
@@ -130,7 +130,7 @@ def build_workload(
     Raises:
         UsageError: the documentation is too short for so many prompts.
     """
-    if checkpoint.takes_video:
+    if checkpoint.supports_video:
         return _clip_workload(checkpoint, context, numbers, max_tokens, scene_counts=scene_counts)
     return _prose_workload(
         checkpoint, context, numbers, max_tokens, continuation=continuation, stagger=stagger
@@ -182,11 +182,11 @@ def _clip_workload(
                 f"{kind} {number}",
                 prompt=prompt,
                 frames=clip.frames,
-                video=f"clip {number}",
+                video_id=f"clip {number}",
                 sampling=sampling,
             )
             requests.append(request)
-    return Workload(requests, {r.request_id: checkpoint.inputs(r) for r in requests})
+    return Workload(requests, {r.request_id: checkpoint.preprocess(r) for r in requests})
 
 
 def draw_clip(rng: random.Random, geometry: Geometry, scene_count: int, visual_tokens: int) -> Clip:

@@ -19,9 +19,9 @@ def test_the_demo_model_retrieves_with_most_entries_and_not_with_the_newest(
     most = Draft("std", keep=0.8, gamma=3)
     newest = Draft("window", keep=0.02, gamma=3)
     found = retrieval.measure_retrieval(engine, [most, newest], 384)
-    assert {r.asked for r in found.values()} == {retrieval.CONTEXTS * retrieval.QUESTIONS}
-    assert found[most].dense >= 29 and found[most].enough
-    assert found[newest].sparse < 20 and not found[newest].enough
+    assert {r.questions for r in found.values()} == {retrieval.CONTEXTS * retrieval.QUESTIONS}
+    assert found[most].dense_correct >= 29 and found[most].passes
+    assert found[newest].draft_correct < 20 and not found[newest].passes
 
 
 def test_each_key_is_stated_once_in_the_prose_and_asked_for_at_its_end(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_each_key_is_stated_once_in_the_prose_and_asked_for_at_its_end(tmp_path:
         assert text.count(f"The key of the {door} door is {question.answer}.") == 1
         assert text.endswith(f"The key of the {door} door is") and len(question.inputs.ids[0]) > 300
     found = retrieval.measure_retrieval(engine, [Draft("std", keep=0.5)], 300)
-    assert all(0 <= r.sparse <= r.asked for r in found.values())
+    assert all(0 <= r.draft_correct <= r.questions for r in found.values())
 
 
 def test_calibration_measures_retrieval_of_drafts_that_can_stand_alone(
@@ -45,4 +45,4 @@ def test_calibration_measures_retrieval_of_drafts_that_can_stand_alone(
         [300], rows=[1], drafts=parse_drafts("std,ngram"), tokens=3, pairs=1, retrieval=True
     )
     std, ngram = measure.measure_profile("llama", "cpu", "float32", grid, 1).drafts
-    assert [r.context for r in std.retrieved] == [300] and not ngram.retrieved
+    assert [r.context for r in std.retrieval_scores] == [300] and not ngram.retrieval_scores

@@ -11,8 +11,8 @@ from jobs.suites.memory.cases import CaseRun, cases
 from jobs.suites.memory.meter import tensors_peak
 from jobs.suites.memory.suite import measure
 from pipeline.plan.choose import MEMORY, WaveConfig, slots_of
-from std_core.cost_model.device_specs import unmeasured
-from std_core.cost_model.memory import total
+from std_core.cost_model.device_specs import estimated_profile
+from std_core.cost_model.memory import peak_memory
 from std_core.cost_model.profile import Device
 
 CASES = {case.name: case for case in cases(1)}
@@ -39,9 +39,9 @@ def test_the_meter_counts_temporaries() -> None:
 
 def test_slots_that_the_plan_fits_into_a_device_fit_when_they_run() -> None:
     case = replace(CASES["draft_kv_text"], slots=3)
-    memory = total(case.terms()) / MEMORY + 1
+    memory = peak_memory(case.memory_breakdown()) / MEMORY + 1
     device = Device("toy", kind="cpu", bandwidth=1e10, memory=memory, flops=1e12)
-    profile = unmeasured(device, case.size_of(case.model), case.name, case.dtype)
+    profile = estimated_profile(device, case.size_of(case.model), case.name, case.dtype)
     slots = slots_of(case.longest, profile, WaveConfig(64), case.draft)
     assert slots == 3
     case_run = CaseRun.of(case)

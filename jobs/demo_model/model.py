@@ -1,7 +1,7 @@
 """The demo models: Qwen2-VL in two sizes, with their tokenizer and processors.
 
-`demo` captions and answers; `demo_small`, with the same tokens and a vision tower of its own, drafts
-for it (`--draft pair-demo`)."""
+`demo` captions and answers; `demo_small`, with the same tokens and a vision tower of its own,
+drafts for it (`--draft pair-demo`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ TEMPLATE = (
     "{% for part in message['content'] %}"
     "{% if part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% elif part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOKEN_SIDE = 28  # pixels per side of a visual token: 2 × 2 patches of 14

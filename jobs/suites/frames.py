@@ -1,5 +1,5 @@
-"""What decoding frames costs: CPU time beside simpler ways to decode, memory, and probing and reading
-from S3.
+"""What decoding frames costs: CPU time beside simpler ways to decode, memory, and the traffic of
+probing and reading from S3.
 
 The clips are drawn here: a soft texture that pans, with grain. A few seconds are encoded once as
 H.264 and repeated packet by packet, so that a clip of any length takes seconds to make and has its

@@ -1,8 +1,8 @@
 """The demo models' forward pass for training, with the weights and results of the model's own
 (tested), in a fraction of the time.
 
-Frame pairs that are shown again are encoded once; the video, which all conversations about it share,
-attends causally without a mask; logits are computed only where a token is predicted."""
+Frame pairs that are shown again are encoded once; the video, which all conversations about it
+share, attends causally without a mask; logits are computed only where a token is predicted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The suite `gpu` without a GPU: an error, or a rehearsal at a tiny size with no package beyond those
-that it may import."""
+"""The suite `gpu` without a GPU: an error, or a rehearsal at a tiny size with no package beyond
+those that it may import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ pytestmark = pytest.mark.skipif(
 WITHOUT_PACKAGES = """
 import sys
 from importlib.machinery import PathFinder
-ABSENT = {"ray", "fsspec", "s3fs", "av", "decord", "accelerate", "torchvision", "rich", "PIL", "matplotlib", "pytest"}
+ABSENT = {
+    "ray", "fsspec", "s3fs", "av", "decord", "accelerate", "torchvision", "rich", "PIL", "matplotlib",
+    "pytest",
+}
 
 class WithoutAbsent(PathFinder):
     @classmethod

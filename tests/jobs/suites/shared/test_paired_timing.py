@@ -1,4 +1,4 @@
-"""Segments of loops that take turns: where they end, and that they write the dense loop's tokens."""
+"""Segments of loops that take turns: where they end, and that their tokens are the dense loop's."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ shape always visibly moves. A slate along the upper edge shows the scene's numbe
 can read "scene 7" instead of counting.
 
 Training (`python -m jobs.demo_model.training.train`) and the encoded clips (the demo, the tests,
-the suite `demo_quality`) are rendered by the same code, so that the model learns what the frames stage
-later reads."""
+the suite `demo_quality`) are rendered by the same code, so that the model learns what the frames
+stage later reads."""
 
 from __future__ import annotations
 

@@ -213,20 +213,23 @@ def _qwen2_vl_vision(text: TextSize, vision: VisionSize) -> dict[str, Any]:
 
 def _qwen2_5_vl_vision(text: TextSize, vision: VisionSize) -> dict[str, Any]:
     return {
-        "depth": vision.blocks,
-        "hidden_size": vision.hidden,
-        "num_heads": vision.heads,
-        "intermediate_size": vision.intermediate,
-        "out_hidden_size": text.hidden,
-        "patch_size": vision.patch,
+        **_qwen_vision(text, vision),
         "window_size": vision.window,
         "fullatt_block_indexes": [vision.blocks - 1],
         "tokens_per_second": 2,
-        "initializer_range": vision.initializer_range,
     }
 
 
 def _qwen3_vl_vision(text: TextSize, vision: VisionSize) -> dict[str, Any]:
+    return {
+        **_qwen_vision(text, vision),
+        "num_position_embeddings": vision.positions,
+        "deepstack_visual_indexes": list(vision.deepstack),
+    }
+
+
+def _qwen_vision(text: TextSize, vision: VisionSize) -> dict[str, Any]:
+    """What the towers of Qwen2.5-VL and Qwen3-VL have in common."""
     return {
         "depth": vision.blocks,
         "hidden_size": vision.hidden,
@@ -234,8 +237,6 @@ def _qwen3_vl_vision(text: TextSize, vision: VisionSize) -> dict[str, Any]:
         "intermediate_size": vision.intermediate,
         "out_hidden_size": text.hidden,
         "patch_size": vision.patch,
-        "num_position_embeddings": vision.positions,
-        "deepstack_visual_indexes": list(vision.deepstack),
         "initializer_range": vision.initializer_range,
     }
 

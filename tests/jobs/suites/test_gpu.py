@@ -23,8 +23,8 @@ WITHOUT_PACKAGES = """
 import sys
 from importlib.machinery import PathFinder
 ABSENT = {
-    "ray", "fsspec", "s3fs", "av", "decord", "accelerate", "torchvision", "rich", "PIL", "matplotlib",
-    "pytest",
+    "ray", "fsspec", "s3fs", "av", "decord", "accelerate", "torchvision", "rich", "PIL",
+    "matplotlib", "pytest",
 }
 
 class WithoutAbsent(PathFinder):

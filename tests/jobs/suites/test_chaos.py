@@ -1,3 +1,5 @@
+"""The suite `chaos` at a small size, and its comparison of two runs."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -8,7 +10,7 @@ SMALL = [
     "--requests=200",
     "--clips=10",
     "--max-tokens=8",
-    # each is a start more of Ray and PyTorch; the second one hits a run that resumes
+    # each kill starts Ray and PyTorch again; the second one hits a run that has resumed
     "--driver-kills=2",
     "--engine-kills=3",
     "--decoder-kills=4",
@@ -23,9 +25,14 @@ def row(
     return {"request_id": str(number), "text": text, "status": status, "error_code": code}
 
 
-def test_the_suite_counts_what_went_wrong() -> None:
-    peace = [row(i) for i in range(5)] + [row(9, "", "error", "not_found")]
-    storm = [
+def counts(figures: dict[str, Any]) -> dict[str, int]:
+    names = ("requests", "lost", "duplicated", "changed", "wrongly_blamed")
+    return {name: figures[name] for name in names}
+
+
+def test_differences_of_two_runs_are_counted() -> None:
+    undisturbed = [row(i) for i in range(5)] + [row(9, "", "error", "not_found")]
+    disturbed = [
         row(0),
         row(1),
         row(1),
@@ -33,10 +40,8 @@ def test_the_suite_counts_what_went_wrong() -> None:
         row(3, "", "error", "worker_killed"),
         row(9, "", "error", "not_found"),
     ]
-    found = chaos.compare(peace, storm)
-    assert {
-        k: found[k] for k in ("requests", "lost", "duplicated", "changed", "wrongly_blamed")
-    } == {
+    found = chaos.compare(undisturbed, disturbed)
+    assert counts(found) == {
         "requests": 6,
         "lost": 1,
         "duplicated": 1,
@@ -46,11 +51,9 @@ def test_the_suite_counts_what_went_wrong() -> None:
     assert found["blamed_for"] == {"worker_killed": 1, "not_found": 1}
 
 
-def test_nothing_is_lost_doubled_changed_or_wrongly_blamed(capfd: Any) -> None:
+def test_no_row_is_lost_duplicated_changed_or_wrongly_blamed(capfd: Any) -> None:
     found = chaos.run(SMALL)
-    assert {
-        k: found[k] for k in ("requests", "lost", "duplicated", "changed", "wrongly_blamed")
-    } == {
+    assert counts(found) == {
         "requests": 200,
         "lost": 0,
         "duplicated": 0,

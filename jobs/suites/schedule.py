@@ -40,8 +40,8 @@ from jobs.suites.shared.timing import RatioEstimate, Stopwatch, paired_ratio
 from jobs.suites.shared.workload import Workload
 from pipeline.command_line import flag
 from pipeline.config import ROOT
-from pipeline.plan.choose import USUAL, choose
-from pipeline.plan.dryrun import name_of
+from pipeline.plan.choose import DEFAULT_LENGTHS, DraftPlanner
+from pipeline.plan.dryrun import describe_draft
 from pipeline.plan.history import History
 from pipeline.plan.profile_file import read_profile
 from pipeline.plan.settings import WaveConfig, WaveSummary
@@ -304,7 +304,7 @@ def _measure_cell(
     """All settings in turn. A dense wave goes first, so that the planner knows the lengths of the
     answers."""
     slots = engine.max_num_seqs
-    kind = "question" if answer.length <= USUAL["question"] else "caption"
+    kind = "question" if answer.length <= DEFAULT_LENGTHS["question"] else "caption"
     texts = workload.with_max_tokens(workload.requests_of_kind(whole, kind), answer.length)
     requests = _wave_requests(texts, slots, answer, flags)
 
@@ -347,17 +347,19 @@ def _plan(
     """The planner's options for a wave whose answers' lengths are known."""
     count = len(dense)
     config = WaveConfig(
-        slots, max_tokens=answer.length, draws="seeded" if answer.sampled else "greedy"
+        slots, max_tokens=answer.length, sampling_mode="seeded" if answer.sampled else "greedy"
     )
     visual = statistics.fmean(r.num_visual_tokens for r in dense)
     context = visual + statistics.fmean(r.num_prompt_tokens for r in dense)
-    longest = LongestRequest(round(context), round(visual), answer.length, sampling=config.draws)
+    longest = LongestRequest(
+        round(context), round(visual), answer.length, sampling=config.sampling_mode
+    )
     summary = WaveSummary(
         count, context=context, visual=visual, videos=count, longest=longest, kinds=((kind, count),)
     )
     length = statistics.fmean(len(r.token_ids) for r in dense)
     known = replace(profile, text_lengths=(TextLength(kind, length),))
-    return choose(summary, known, History(), config, 0)
+    return DraftPlanner(known, History(), config).options(summary, wave_index=0)
 
 
 # ---------------------------------------------------------------------------------------- figures
@@ -378,7 +380,7 @@ def summarize(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> dict[s
         "predicted_vs_measured": _prediction_errors(cells),
         "scheduler_vs_best_fixed": round(fixed_s[best_fixed] / planned_s, 3),
         "scheduler_vs_oracle": round(oracle_s / planned_s, 3),
-        "best_fixed": name_of(best_fixed),
+        "best_fixed": describe_draft(best_fixed),
         "oracle_winners": winners,
         "oracle_vs_best_fixed": round(headroom, 3),
         "failed": _uninformative(winners, headroom),
@@ -421,8 +423,8 @@ def _row(cell: Cell) -> dict[str, Any]:
         "rows": cell.slots,
         "length": cell.answer.length,
         "drawn": cell.answer.sampled,
-        "chosen": name_of(cell.chosen.draft),
-        "oracle": name_of(cell.oracle),
+        "chosen": describe_draft(cell.chosen.draft),
+        "oracle": describe_draft(cell.oracle),
         "requests": cell.requests,
         "predicted_s": round(cell.chosen.seconds_per_request * cell.requests, 4),
         "measured_s": round(cell.planned_s, 4),
@@ -434,14 +436,14 @@ def _row(cell: Cell) -> dict[str, Any]:
 
 def table(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> Table:
     """Seconds of a wave in each cell, for people."""
-    names = [name_of(draft) for draft in settings]
+    names = [describe_draft(draft) for draft in settings]
     rows = []
     for cell in cells:
         row: dict[str, Any] = {
             "context": cell.context,
             "rows": cell.slots,
             "length": f"{cell.answer.length}{' drawn' if cell.answer.sampled else ''}",
-            "scheduler": f"{name_of(cell.chosen.draft)} {cell.planned_s:.3f}",
+            "scheduler": f"{describe_draft(cell.chosen.draft)} {cell.planned_s:.3f}",
         }
         for name, draft in zip(names, settings, strict=True):
             row[name] = f"{cell.fixed_s(draft):.3f}"

@@ -10,7 +10,8 @@ import torch
 from jobs.suites.memory.cases import CaseRun, cases
 from jobs.suites.memory.meter import tensors_peak
 from jobs.suites.memory.suite import measure
-from pipeline.plan.choose import MEMORY, WaveConfig, slots_of
+from pipeline.plan.capacity import USABLE_MEMORY, Capacity
+from pipeline.plan.settings import WaveConfig
 from std_core.cost_model.device_specs import estimated_profile
 from std_core.cost_model.memory import peak_memory
 from std_core.cost_model.profile import Device
@@ -39,10 +40,10 @@ def test_the_meter_counts_temporaries() -> None:
 
 def test_slots_that_the_plan_fits_into_a_device_fit_when_they_run() -> None:
     case = replace(CASES["draft_kv_text"], slots=3)
-    memory = peak_memory(case.memory_breakdown()) / MEMORY + 1
+    memory = peak_memory(case.memory_breakdown()) / USABLE_MEMORY + 1
     device = Device("toy", kind="cpu", bandwidth=1e10, memory=memory, flops=1e12)
     profile = estimated_profile(device, case.size_of(case.model), case.name, case.dtype)
-    slots = slots_of(case.longest, profile, WaveConfig(64), case.draft)
+    slots = Capacity(profile, WaveConfig(64)).slots(case.longest, case.draft)
     assert slots == 3
     case_run = CaseRun.of(case)
     assert case_run.weights + tensors_peak(case_run.run) <= memory

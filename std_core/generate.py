@@ -1,11 +1,12 @@
-"""The engine behind `generate`'s own signature, for notebooks and for code that has a loaded
-Hugging Face model."""
+"""The engine behind the signature of `generate`, for notebooks and for code that has loaded a
+Hugging Face model itself.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -16,24 +17,31 @@ from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
 from std_core.types import Draft, Request, Result, Sampling
 
+IMAGE = 1  # in `mm_token_type_ids`; text is 0
+VIDEO = 2
+
 
 def sparse_to_dense(model: Any, draft: Draft | None = None, **settings: int) -> SparseToDense:
-    """A drop-in for a loaded model's `generate`: the same tokens, drafted sparsely and verified
-    densely.
+    """Wrap a loaded model in a faster `generate` that returns the same tokens.
 
-    Args: model: any supported Hugging Face Video-LLM or text model. Its own `generate` goes on
-        working. draft: what drafts; top-K by the question's attention (Sparse-to-Dense §3.2) if not
-        given. settings: fields of `Engine`: `max_num_seqs`, `prefill_chunk`, `seed`, `strict`.
+    Args:
+        model: any supported Hugging Face Video-LLM or text model. Its own `generate` keeps working.
+        draft: how tokens are drafted; if not given, from the top K entries by the question's
+            attention (Sparse-to-Dense §3.2).
+        settings: fields of `Engine`: `max_num_seqs`, `prefill_chunk`, `seed`, `strict`.
 
     Raises:
-        ValueError: the model's architecture cannot be driven.
+        ValueError: the model's architecture is not supported.
     """
     return SparseToDense(model, draft or Draft(), **settings)
 
 
 class SparseToDense:
-    """See `sparse_to_dense`. `results` are those of the last call, row by row: rounds, proposed and
-    accepted tokens, share of the KV entries that the draft read, times."""
+    """See `sparse_to_dense`.
+
+    `results` holds those of the last call, one per row: rounds, drafted and accepted tokens, share
+    of the KV entries that the draft read, times.
+    """
 
     def __init__(self, hf: Any, draft: Draft, **settings: int):
         self.hf = hf
@@ -41,7 +49,7 @@ class SparseToDense:
         self.results = list[Result]()
         model = Model(hf)
         window = int(hf.config.get_text_config().max_position_embeddings)
-        self._engine = Engine(model, _Given(window), **settings)  # type: ignore[arg-type]
+        self._engine = Engine(model, _NoCheckpoint(window), **settings)  # type: ignore[arg-type]
         model.restore_attention()
 
     def generate(
@@ -58,77 +66,72 @@ class SparseToDense:
         repetition_penalty: float | None = None,
         seed: int | None = None,
         pad_token_id: int | None = None,
-        **shown: Any,
+        **visual_inputs: Any,
     ) -> torch.Tensor:
-        """What `model.generate` with the same arguments returns (greedy, and as the generation
-        configuration has it).
+        """Return what `model.generate` returns for the same arguments.
 
-        Args: input_ids, attention_mask: (B, n); masked places are skipped, on whichever side. seed:
-            of row i is `seed` + i; with it a sampled text is the same again, without it is a fresh
-            draw. shown: the processor's other outputs (`pixel_values_videos`, `video_grid_thw`,
-            `mm_token_type_ids`, …), as
-                one batch.
+        Greedy, or sampled as the generation configuration says.
+
+        Args:
+            input_ids, attention_mask: (B, n); masked positions are skipped, on either side.
+            seed: row i has seed `seed` + i, and its text is reproducible; without one every call
+                samples another text.
+            visual_inputs: the processor's other outputs (`pixel_values_videos`, `video_grid_thw`,
+                `mm_token_type_ids`, …), as one batch.
 
         Returns:
-            (B, n + longest), prompts included; shorter rows end in the padding token.
+            (B, n + longest output), prompts included; shorter rows are padded on the right.
 
         Raises:
-            ValueError: no `max_new_tokens`, or more than the model's window holds.
-            RequestError: a row that the model cannot answer.
+            ValueError: `max_new_tokens` is missing, or larger than the model's window allows.
+            RequestError: the model cannot answer a row.
         """
-        theirs = self.hf.generation_config
-        limit = max_new_tokens if max_new_tokens is not None else theirs.max_new_tokens
-        if limit is None:
+        defaults = self.hf.generation_config
+        max_tokens = max_new_tokens if max_new_tokens is not None else defaults.max_new_tokens
+        if max_tokens is None:
             raise ValueError(
                 "max_new_tokens is missing: neither the call nor the generation configuration has one"
             )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        longest = int(mask.sum(1).max())
-        window = self._engine.checkpoint.max_model_len
-        if longest + limit > window:
-            raise ValueError(
-                f"{longest} tokens of prompt and max_new_tokens = {limit}: the window holds {window}"
-            )
+        self._check_window(int(mask.sum(1).max()), max_tokens)
         if do_sample and temperature is None:
-            temperature = theirs.temperature or 1.0
+            temperature = defaults.temperature or 1.0
         if do_sample is False:
             temperature = 0.0
-        fed = dict(
-            zip(
-                map(str, range(len(input_ids))),
-                _rows(self.hf.config, input_ids, mask, shown),
-                strict=True,
-            )
+        sampling = Sampling(
+            max_tokens,
+            min_tokens=min_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
         )
-        requests = [
-            Request(
-                name,
-                "",
-                sampling=Sampling(
-                    limit,
-                    min_tokens=min_new_tokens,
-                    temperature=temperature,
-                    top_p=top_p,
-                    top_k=top_k,
-                    repetition_penalty=repetition_penalty,
-                    seed=seed + int(name) if seed is not None else None,
-                ),
-            )
-            for name in fed
-        ]
-        self.results = self._run(requests, fed)
-        return self._padded(
-            input_ids, theirs.pad_token_id if pad_token_id is None else pad_token_id
-        )
+        rows = list(_split_rows(self.hf.config, input_ids, mask, visual_inputs))
+        self.results = self._run(rows, sampling, seed)
+        pad = defaults.pad_token_id if pad_token_id is None else pad_token_id
+        return self._padded(input_ids, pad)
 
-    def _run(self, requests: list[Request], fed: dict[str, ModelInputs]) -> list[Result]:
-        # outside of calls the model keeps its own, so that its own `generate` works
+    def _check_window(self, longest: int, max_tokens: int) -> None:
+        window = self._engine.checkpoint.max_model_len
+        if longest + max_tokens > window:
+            raise ValueError(
+                f"{longest} tokens of prompt and max_new_tokens = {max_tokens}: the window holds {window}"
+            )
+
+    def _run(self, rows: list[ModelInputs], sampling: Sampling, seed: int | None) -> list[Result]:
+        """Results in the order of the rows."""
+        requests = []
+        for number in range(len(rows)):
+            own = sampling if seed is None else replace(sampling, seed=seed + number)
+            requests.append(Request(str(number), "", sampling=own))
+        results = {}
+        # between calls the model has its own attention, so that its own `generate` works
         self._engine.model.install_attention()
         try:
-            results = {
-                r.request_id: r
-                for r in self._engine.run(requests, self.draft, lambda r: fed[r.request_id])
-            }
+            for result in self._engine.run(
+                requests, self.draft, prepare=lambda request: rows[int(request.request_id)]
+            ):
+                results[result.request_id] = result
         finally:
             self._engine.model.restore_attention()
         for result in results.values():
@@ -137,17 +140,20 @@ class SparseToDense:
         return [results[request.request_id] for request in requests]
 
     def _padded(self, input_ids: torch.Tensor, pad: int | None) -> torch.Tensor:
-        if pad is None:  # as `generate` has it
+        if pad is None:  # as in transformers' `generate`
             eos = self.hf.generation_config.eos_token_id
             pad = eos[0] if isinstance(eos, list) else eos
-        longest = max(len(r.token_ids) for r in self.results)
-        written = [r.token_ids + [pad or 0] * (longest - len(r.token_ids)) for r in self.results]
-        return torch.cat([input_ids, torch.tensor(written, device=input_ids.device)], dim=1)
+        longest = max(len(result.token_ids) for result in self.results)
+        outputs = [
+            result.token_ids + [pad or 0] * (longest - len(result.token_ids))
+            for result in self.results
+        ]
+        return torch.cat([input_ids, torch.tensor(outputs, device=input_ids.device)], dim=1)
 
 
 @dataclass(frozen=True)
-class _Given:
-    """In place of a checkpoint: prompts come as ids and leave as ids."""
+class _NoCheckpoint:
+    """Stands in for a checkpoint: prompts and outputs are token ids, not text."""
 
     max_model_len: int
 
@@ -155,46 +161,7 @@ class _Given:
         return ""
 
 
-def _rows(
-    config: Any, ids: torch.Tensor, mask: torch.Tensor, shown: dict[str, Any]
-) -> Iterator[ModelInputs]:
-    """What a processor made of a batch, row by row and without padding.
-
-    Raises:
-        TypeError: outputs that no supported model takes.
-        ValueError: rows whose placeholders are not those of whole videos or images.
-    """
-    rest = dict(shown)
-    types = rest.pop("mm_token_type_ids", None)
-    if types is None:
-        places = (getattr(config, f"{kind}_token_id", -1) for kind in ("image", "video"))
-        types = sum(kind * (ids == place).long() for kind, place in enumerate(places, 1))
-    images = _items(
-        config,
-        rest.pop("pixel_values", None),
-        rest.pop("image_grid_thw", rest.pop("image_sizes", None)),
-    )
-    videos = _items(config, rest.pop("pixel_values_videos", None), rest.pop("video_grid_thw", None))
-    counts = rest.pop("batch_num_images", None)  # LLaVA-OneVision's: how many images a row has
-    seconds = rest.pop("second_per_grid_ts", None)
-    pace = iter(() if seconds is None else seconds)
-    if rest:
-        raise TypeError(f"generate takes no {', '.join(sorted(rest))}")
-    for row in range(len(ids)):
-        there = mask[row].bool()
-        kinds = types[row, there]
-        known = None if counts is None else int(counts[row])
-        pictures = _take(images, int((kinds == 1).sum()), row, "image", count=known)
-        clips = _take(videos, int((kinds == 2).sum()), row, "video")
-        yield ModelInputs(
-            ids[row : row + 1, there],
-            kinds[None],
-            *_joined(clips),
-            *_joined(pictures),
-            second_per_grid=torch.tensor([float(next(pace)) for _ in clips])
-            if clips and seconds is not None
-            else None,
-        )
+# ------------------------------------------------------------------- a processor's batch, row by row
 
 
 @dataclass(frozen=True)
@@ -202,51 +169,115 @@ class _Item:
     """One video or image of a batch."""
 
     patches: torch.Tensor
-    grid: torch.Tensor  # (1, …), as `ModelInputs` has it
-    tokens: int
+    grid: torch.Tensor  # (1, …), as in `ModelInputs`
+    tokens: int  # 0 if only the model knows
+
+
+def _split_rows(
+    config: Any, ids: torch.Tensor, mask: torch.Tensor, visual_inputs: dict[str, Any]
+) -> Iterator[ModelInputs]:
+    """Split a processor's batch into rows without padding.
+
+    Raises:
+        TypeError: outputs that no supported model takes.
+        ValueError: a row's placeholders are not those of whole videos or images.
+    """
+    rest = dict(visual_inputs)
+    types = rest.pop("mm_token_type_ids", None)
+    if types is None:
+        types = _types_by_placeholder(config, ids)
+    image_grids = rest.pop("image_grid_thw", rest.pop("image_sizes", None))
+    images = _items(config, rest.pop("pixel_values", None), image_grids)
+    videos = _items(config, rest.pop("pixel_values_videos", None), rest.pop("video_grid_thw", None))
+    image_counts = rest.pop("batch_num_images", None)  # LLaVA-OneVision: images of each row
+    seconds = rest.pop("second_per_grid_ts", None)
+    seconds_left = iter(() if seconds is None else seconds)
+    if rest:
+        raise TypeError(f"generate takes no {', '.join(sorted(rest))}")
+    for row in range(len(ids)):
+        unmasked = mask[row].bool()
+        row_types = types[row, unmasked]
+        count = None if image_counts is None else int(image_counts[row])
+        row_images = _take(images, int((row_types == IMAGE).sum()), row, "image", count=count)
+        row_videos = _take(videos, int((row_types == VIDEO).sum()), row, "video")
+        video_patches, video_grid = _joined(row_videos)
+        image_patches, image_grid = _joined(row_images)
+        row_seconds = None
+        if row_videos and seconds is not None:
+            row_seconds = torch.tensor([float(next(seconds_left)) for _ in row_videos])
+        yield ModelInputs(
+            ids[row : row + 1, unmasked],
+            token_types=row_types[None],
+            video_patches=video_patches,
+            video_grid=video_grid,
+            image_patches=image_patches,
+            image_grid=image_grid,
+            second_per_grid=row_seconds,
+        )
+
+
+def _types_by_placeholder(config: Any, ids: torch.Tensor) -> torch.Tensor:
+    """`mm_token_type_ids` for models whose processor does not return them."""
+    is_image = ids == getattr(config, "image_token_id", -1)
+    is_video = ids == getattr(config, "video_token_id", -1)
+    return IMAGE * is_image.long() + VIDEO * is_video.long()
 
 
 def _items(config: Any, patches: Any, grids: torch.Tensor | None) -> Iterator[_Item]:
-    """Videos or images of a batch, in its order; their tokens are 0 where only the model knows."""
+    """Videos or images of a batch, in its order."""
     if patches is None:
         return
-    if grids is None:  # LLaVA-OneVision's videos, (videos, T, 3, height, width)
-        side = math.ceil(config.vision_config.image_size // config.vision_config.patch_size / 2)
-        for clip in patches:
-            size = torch.tensor([[len(clip), *clip.shape[2:]]])
-            yield _Item(clip, size, len(clip) * side**2 + 1)
-    elif grids.shape[1] == 2:  # and its images, (images, crops, 3, height, width)
+    if grids is None:
+        yield from _llava_videos(config, patches)
+    elif grids.shape[1] == 2:  # LLaVA-OneVision's images: (images, crops, 3, height, width)
         for image, size in zip(patches, grids, strict=True):
-            yield _Item(image[None], size[None], 0)
+            yield _Item(image[None], grid=size[None], tokens=0)
     else:
-        at = 0
+        merged = config.vision_config.spatial_merge_size**2
+        start = 0
         for grid in grids:
             count = int(grid.prod())
-            yield _Item(
-                patches[at : at + count],
-                grid[None],
-                count // config.vision_config.spatial_merge_size**2,
-            )
-            at += count
+            yield _Item(patches[start : start + count], grid=grid[None], tokens=count // merged)
+            start += count
+
+
+def _llava_videos(config: Any, videos: Any) -> Iterator[_Item]:
+    """LLaVA-OneVision's videos: (videos, T, 3, height, width)."""
+    vision = config.vision_config
+    side = math.ceil(vision.image_size // vision.patch_size / 2)
+    for video in videos:
+        size = torch.tensor([[len(video), *video.shape[2:]]])
+        yield _Item(video, grid=size, tokens=len(video) * side**2 + 1)
 
 
 def _take(
     items: Iterator[_Item], tokens: int, row: int, name: str, count: int | None = None
 ) -> list[_Item]:
-    """The next of them, as many as a row has placeholders for."""
+    """Take a row's items from the batch's.
+
+    Args:
+        tokens: placeholders of the row; items are taken until they are filled.
+        count: number of items, if it is known.
+    """
     if count is not None:
         return list(islice(items, count))
     taken: list[_Item] = []
-    while sum(item.tokens for item in taken) < tokens and (item := next(items, None)) is not None:
+    filled = 0
+    while filled < tokens:
+        item = next(items, None)
+        if item is None:
+            break
         taken.append(item)
-    if sum(item.tokens for item in taken) != tokens:
+        filled += item.tokens
+    if filled != tokens:
         raise ValueError(
-            f"row {row} has {tokens} places of its {name}s, which is no number of whole {name}s"
+            f"row {row} has {tokens} placeholders of {name}s, which is no number of whole {name}s"
         )
     return taken
 
 
 def _joined(items: list[_Item]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Patches and grids of all items."""
     if not items:
         return None, None
     return torch.cat([item.patches for item in items]), torch.cat([item.grid for item in items])

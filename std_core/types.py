@@ -1,5 +1,8 @@
-"""The records that cross the decoding core's border. Filled by: the caller (`Request`, `Sampling`,
-`Draft`), the plan (`GammaSchedule`), the checkpoint (`Geometry`), the engine (`Result`, `Counters`)."""
+"""The records that callers of the engine exchange with it.
+
+Filled by: the caller (`Request`, `Sampling`, `Draft`), the plan (`GammaSchedule`), the checkpoint
+(`Geometry`), the engine (`Result`, `Counters`).
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-if (
-    TYPE_CHECKING
-):  # for the annotation only: decoding processes load these records and should start fast
+if TYPE_CHECKING:
+    # for annotations only: decoding processes load these records and have to start fast
     import torch
 
 Mode = Literal["std", "dense", "sparse"]
 Policy = Literal["std", "window", "random", "specvlm", "snapkv", "full", "ngram"]
 Weights = Literal["full", "int8", "int4"]
 FinishReason = Literal["stop", "length", "error"]
-# Bits of a low-bit draft's weights, scales not counted.
+# bits of a low-bit draft's weights, scales not counted
 WEIGHT_BITS = {"int8": 8, "int4": 4}
-# Last tokens of a prompt by whose attention the policy `snapkv` selects (Crossover §4.1).
+# rounds that have drafted, below which their acceptance is not used
+MIN_DRAFTED_ROUNDS = 3
+# SnapKV: the prompt's last tokens, by whose attention entries are selected (Crossover §4.1)
 OBSERVATION_WINDOW = 64
-MIN_DRAFTED_ROUNDS = 3  # that have drafted, below which they say nothing about a draft
 
 
 class RequestError(Exception):
-    """What makes one request fail and leaves the others alone. `code` is one of the output
-    contract's error codes."""
+    """A failure of one request that does not affect the others.
+
+    `code` is one of the output contract's error codes.
+    """
 
     def __init__(self, code: str, message: str):
         super().__init__(message)
@@ -38,16 +43,17 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a checkpoint's vision tower cuts frames into tokens; sizes in pixels, budgets in pixels
-    per frame.
+    """How a checkpoint's vision tower cuts frames into tokens.
 
-    Args: video_pixels: budget of all frames together, for models that have one. total_pixels: as
-        `total_pixels` of Qwen's options, where those don't say: what bounds each frame to an even
-            share of it (qwen-vl-utils' cap).
-        frame: height and width that each frame is brought to, whatever its shape, for models that
-            know one size only.
-        frame_tokens: tokens of such a frame.
-        closing_tokens: what follows the last of them.
+    Sizes are in pixels of a side; pixel budgets are areas, per frame unless stated otherwise.
+
+    Args:
+        video_pixels: budget of all frames together; None if the model has none.
+        total_pixels: default of Qwen's option `total_pixels`, which limits each frame to an even
+            share of it (the cap in qwen-vl-utils).
+        frame: fixed (height, width) of every frame, for models that accept one size only.
+        frame_tokens: tokens of a frame of that fixed size.
+        closing_tokens: tokens behind the last frame of that fixed size.
     """
 
     patch_size: int = 14
@@ -63,12 +69,15 @@ class Geometry:
 
     @property
     def factor(self) -> int:
-        """Frame sides are multiples of this."""
+        """Sides of a resized frame are multiples of this."""
         return self.patch_size * self.merge_size
 
     def tokens(self, frames: int, height: int, width: int) -> int:
-        """Visual tokens of `frames` frames of a resized height and width (multiples of
-        `factor`)."""
+        """Visual tokens of a video.
+
+        Args:
+            height, width: of the resized frames, multiples of `factor`.
+        """
         if self.frame is not None:
             return frames * self.frame_tokens + self.closing_tokens
         pairs = -(-frames // self.temporal_patch_size)
@@ -77,15 +86,20 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the full model's next token is chosen. What is None is as the checkpoint's generation
-    configuration has it.
+    """How the full model's next token is chosen; None: the checkpoint's generation configuration.
 
-    Args: max_tokens, min_tokens: bounds of what is written; no stop before `min_tokens`.
-        temperature: 0 is greedy. top_p, top_k, repetition_penalty: as transformers' processors of
-        those names do it. seed: a text that depends on nothing but the model, the request and this
-        number; without one a draw is fresh. stop: texts at whose first appearance the output ends;
-        they are not part of it. stop_token_ids: ids that end the output besides the checkpoint's
-        own.
+    Args:
+        max_tokens: most generated tokens.
+        min_tokens: generated tokens before which the output does not stop.
+        temperature: 0 is greedy.
+        top_p, top_k, repetition_penalty: as in transformers' processors of these names.
+        seed: makes the text a function of model, request and seed alone; None: every run samples
+            another text.
+        stop: texts at whose first occurrence the output ends; they are not part of it.
+        stop_token_ids: ids that end the output, in addition to the checkpoint's own.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     max_tokens: int = 256
@@ -99,13 +113,11 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, low, what in (
-            ("max_tokens", 1, "at least 1"),
-            ("min_tokens", 0, "0 or more"),
-            ("top_k", 0, "0 or more"),
-        ):
-            if (value := getattr(self, name)) is not None and value < low:
-                raise ValueError(f"{name} is {value}: {what} is needed")
+        for name, minimum in (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0)):
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                expected = "at least 1" if minimum else "0 or more"
+                raise ValueError(f"{name} is {value}: {expected} is needed")
         if self.temperature is not None and not self.temperature >= 0:
             raise ValueError(f"temperature is {self.temperature}: 0 (greedy) or above is needed")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -116,31 +128,39 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draft:
-    """How tokens are drafted: from which part of the context, with which part of the weights, and
-    how many at a time before the full model verifies.
+    """How tokens are drafted: with which part of the context and of the weights, how many a round.
 
-    Args: policy: what it sees of the visual entries. `std`: per layer and KV head the top K by the
-        question's attention
-            (Sparse-to-Dense §3.2). `snapkv`: the same by the last 64 prompt tokens' attention, and
-            sinks (Crossover §4.1). `specvlm`: one set for all layers, the smallest that holds
-            `nucleus` of the attention, filled up evenly (SpecVLM, stages I and II). `window`: sinks
-            and the newest. `random`: the control. `full`: everything. `ngram`: prompt lookup, no
-            model: what followed the newest words when they stood before.
-        keep: kept share of the visual entries per layer and KV head, in (0, 1]; used where `k` is
-            None.
-        k: kept visual entries per layer and KV head.
+    Args:
+        policy: which visual entries the draft reads.
+            `std`: per layer and KV head the top K by the question's attention (Sparse-to-Dense
+            §3.2).
+            `snapkv`: the same by the attention of the last 64 prompt tokens, and attention sinks
+            (Crossover §4.1).
+            `specvlm`: one set for all layers, the smallest that holds `nucleus` of the attention,
+            filled up evenly (SpecVLM, stages I and II).
+            `window`: attention sinks and the newest entries.
+            `random`: the control.
+            `full`: all entries.
+            `ngram`: prompt lookup, which uses no model: drafts what followed the newest tokens at
+            their last occurrence.
+        keep: share of the visual entries kept per layer and KV head, in (0, 1]; unused if `k` is
+            given.
+        k: visual entries kept per layer and KV head.
         gamma: γ, tokens drafted per round.
         nucleus: λ of `specvlm`, in (0, 1].
-        sinks: of `window` and `snapkv`, entries kept from the start.
+        sinks: entries at the start that `window` and `snapkv` keep.
         seed: of `random`.
-        refresh: rounds after which `std` and `snapkv` choose again, by what the newest tokens look
-            at; 0: never.
-        depth: share of the layers, in (0, 1], behind which it exits (LayerSkip).
-        channels: r_P, share of the input channels of each projection that is computed with, the
-            largest (TEAL).
-        weights: `int8` or `int4` copies of the projections, packed; `full`: the model's own.
-        model: folder or hub id of a second, smaller model with the same tokenizer that drafts from
-            the chosen visual tokens (SpecVLM's pair).
+        refresh: rounds after which `std` and `snapkv` select again, by the attention of the newest
+            tokens; 0: never.
+        depth: share of the layers, in (0, 1], that the draft computes (LayerSkip).
+        channels: r_P, share of the input channels of each projection that the draft computes, those
+            of largest magnitude (TEAL).
+        weights: `int8` or `int4`: packed copies of the projections; `full`: the model's own.
+        model: folder or hub id of a second, smaller model with the same tokenizer, which drafts
+            from the selected visual tokens (SpecVLM's pair).
+
+    Raises:
+        ValueError: a value is out of range, or options that exclude each other are combined.
     """
 
     policy: Policy = "std"
@@ -158,46 +178,61 @@ class Draft:
 
     def __post_init__(self) -> None:
         for name in ("keep", "nucleus", "depth", "channels"):
-            if not 0 < (value := getattr(self, name)) <= 1:
+            value = getattr(self, name)
+            if not 0 < value <= 1:
                 raise ValueError(f"{name} is {value}: a share above 0 and at most 1 is needed")
         if self.k is not None and self.k < 1:
             raise ValueError(f"k is {self.k}: at least one visual entry has to be kept")
         if self.gamma < 1:
             raise ValueError(f"gamma is {self.gamma}: a round drafts at least one token")
         for name in ("sinks", "refresh"):
-            if (value := getattr(self, name)) < 0:
+            value = getattr(self, name)
+            if value < 0:
                 raise ValueError(f"{name} is {value}: 0 or more is needed")
         if self.refresh and (self.policy not in ("std", "snapkv") or self.model):
             raise ValueError(
-                "refresh chooses again by attention: it goes with the policies std and snapkv of one model"
+                "refresh selects again by attention: it needs policy std or snapkv, and no second model"
             )
         if self.channels < 1 and self.model:
             raise ValueError(
-                "channels are calibrated on the model itself: they do not go with a second model"
+                "channels are calibrated on the full model: they cannot be combined with a second model"
             )
         if self.policy == "ngram" and (self.reads_fewer_weights or self.model):
             raise ValueError(
-                "ngram drafts without a model: depth, channels, weights and model do not go with it"
+                "ngram drafts without a model: it cannot be combined with depth, channels, weights or"
+                " model"
             )
 
     @property
     def supports_unverified(self) -> bool:
-        """Whether what it drafts can be taken for a text without verification (`mode=sparse`)."""
+        """Whether its tokens can be output without verification (`mode=sparse`)."""
         return not (self.policy == "ngram" or self.model or self.depth < 1)
 
     def check_unverified(self) -> None:
-        """Raises ValueError where the draft's text cannot stand for itself (`mode=sparse`)."""
+        """Raise ValueError if its tokens cannot be output without verification."""
         if not self.supports_unverified:
-            raise ValueError("mode sparse takes a selection or activation sparsity, no other draft")
+            raise ValueError(
+                "mode sparse takes drafts that only select entries or channels, or have low-bit"
+                " weights: no ngram, depth or second model"
+            )
 
     @property
     def reads_fewer_weights(self) -> bool:
-        """Whether it computes with less than the weights of its model."""
+        """Whether a step reads fewer bytes of weights than a dense step of its model."""
         return self.depth < 1 or self.channels < 1 or self.weights != "full"
 
     def budget(self, visual: int) -> int:
-        """Visual entries kept of `visual`; never more than there are."""
-        return min(visual, self.k if self.k is not None else max(1, round(self.keep * visual)))
+        """Visual entries kept of `visual`; at most all of them."""
+        if self.k is not None:
+            return min(visual, self.k)
+        return min(visual, max(1, round(self.keep * visual)))
+
+
+class FirstTokens(NamedTuple):
+    """Rows of a round whose first drafted token was accepted, and rows where it was rejected."""
+
+    accepted: int
+    rejected: int
 
 
 @dataclass(frozen=True)
@@ -250,27 +285,22 @@ class GammaSchedule:
         return (accepted + self.expected_acceptance) / (accepted + rejected + 1)
 
 
-class FirstTokens(NamedTuple):
-    """Rows of a round whose first drafted token was accepted, and rows where it was rejected."""
-
-    accepted: int
-    rejected: int
-
-
 @dataclass(frozen=True)
 class Request:
-    """One prompt about a video, several, images, or nothing but text.
+    """One prompt about a video, several videos, images, or about nothing but text.
 
-    Args: frames: (T, height, width, 3) uint8, one video; sides multiples of `Geometry.factor`, or
-        any where there is a
-            `Geometry.frame`.
-        videos, images: more of the kind; images are (height, width, 3). Shown in the order frames,
-            videos, images.
-        video_id: names what several requests share, so that it is seen and prefilled once; empty
-            shares nothing.
+    The prompt shows them in the order frames, videos, images.
+
+    Args:
+        frames: (T, height, width, 3) uint8, one video; sides are multiples of `Geometry.factor`, or
+            any with a fixed `Geometry.frame`.
+        video_id: names the content that several requests share, so that it is encoded and prefilled
+            once; empty shares nothing.
         fps: sampled frames per second, for models whose positions or prompts use it.
-        times: s, when each of `frames` is shown, for models whose prompts tell it; evenly from 0 if
-            not given.
+        videos: further videos of the same form.
+        images: (height, width, 3) uint8 each.
+        times: seconds at which each of `frames` is shown, for models whose prompts state it; evenly
+            from 0 if not given.
     """
 
     request_id: str
@@ -286,8 +316,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a request. Times in seconds; those of a batch's shared work are the row's
-    share of it."""
+    """The outcome of a request.
+
+    Times are in seconds; of work that a batch shares, the row's share.
+
+    Args:
+        kv_keep: entries that the draft reads over entries of the context, after prefill.
+        weight_keep: bytes of weights that a draft step reads over those of the model.
+        drafted: tokens, the sum of the rounds' γ.
+        proposed: drafted tokens up to the text's end.
+        accepted: bonus tokens excluded.
+        accept_counts: [i]: rounds in which i drafted tokens were accepted.
+        reject_counts: [i]: rounds among these in which at least one more token was proposed.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -295,16 +336,14 @@ class Result:
     finish_reason: FinishReason
     num_prompt_tokens: int = 0
     num_visual_tokens: int = 0
-    kv_keep: float = (
-        1.0  # entries the draft read over entries of the context, at the end of prefill
-    )
-    weight_keep: float = 1.0  # bytes of weights the draft read over the model's
+    kv_keep: float = 1.0
+    weight_keep: float = 1.0
     rounds: int = 0
-    drafted: int = 0  # tokens, γ of each round
-    proposed: int = 0  # of them, without what lay behind the text's end
-    accepted: int = 0  # bonus tokens excluded
-    accept_counts: tuple[int, ...] = ()  # [i]: rounds in which i drafted tokens were accepted
-    reject_counts: tuple[int, ...] = ()  # [i]: of those the rounds in which one more was proposed
+    drafted: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accept_counts: tuple[int, ...] = ()
+    reject_counts: tuple[int, ...] = ()
     vision_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -313,14 +352,10 @@ class Result:
 
 @dataclass
 class Counters:
-    """What an engine did, since it was made."""
+    """What an engine has done since it was made."""
 
     vision_passes: int = 0
     prefix_prefills: int = 0
     chunks: int = 0
     rounds: int = 0
-    row_rounds: int = 0  # rows that a round moved on, summed over rounds
-
-    def utilisation(self, slots: int) -> float:
-        """Share of the slots that held a row, over all rounds."""
-        return self.row_rounds / (self.rounds * slots) if self.rounds else 0.0
+    row_rounds: int = 0  # running rows, summed over rounds

@@ -1,5 +1,7 @@
-"""Acceptance: how much of a draft the full model confirms. Pure tensor functions, no row waits for
-another."""
+"""Acceptance: how much of a draft the full model confirms.
+
+Pure tensor functions, row by row. B: rows.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,19 @@ import torch
 
 
 def accept_equal(drafted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Leading drafted tokens that equal the full model's own choice at their place (Sparse-to-Dense
-    §3.1): for greedy rows, and for rows whose draft and full model draw with the same noise.
+    """Count the leading drafted tokens that equal the full model's own choice (Sparse-to-Dense
+    §3.1).
 
-    Args: drafted: (B, γ). target: (B, γ + 1), the full model's choice after the row's last token
-        and after each drafted one.
+    For greedy rows, and for rows whose draft and full model sample with the same noise.
 
-    Returns: (B,) n, 0 ≤ n ≤ γ. What the round adds to a row is `target[:, : n + 1]`: n confirmed
-        tokens and the bonus.
+    Args:
+        drafted: (B, γ).
+        target: (B, γ + 1), the full model's choice after the row's last token and after each
+            drafted one.
+
+    Returns:
+        (B,) n, 0 ≤ n ≤ γ. The round adds `target[:, : n + 1]` to a row: n accepted tokens and the
+        bonus.
     """
     return (drafted == target[:, :-1]).long().cumprod(1).sum(1)
 
@@ -22,8 +29,10 @@ def accept_equal(drafted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def accept_sampled(
     drafted: torch.Tensor, q: torch.Tensor, p: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Speculative sampling: a drafted token stays with probability min(1, p/q); the first that does
-    not is drawn again from what p has above q, so what is written is distributed as p.
+    """Accept drafted tokens by speculative sampling, so that the output is distributed as p.
+
+    A drafted token is accepted with probability min(1, p/q). The first rejected one is drawn again
+    from the normalized positive part of p - q.
 
     Args:
         drafted: (B, γ), drawn from q.
@@ -31,21 +40,21 @@ def accept_sampled(
         p: (B, γ + 1, vocabulary) the full model's.
 
     Returns:
-        n (B,) accepted, and (B, γ + 1) tokens of which the first n + 1 are the round's.
+        (B,) n accepted tokens, and (B, γ + 1) tokens of which the first n + 1 are the round's.
     """
     rows, gamma = drafted.shape
     at = drafted[..., None]
-    keep = (
-        torch.rand(rows, gamma, generator=generator, device=p.device) * q.gather(2, at)[..., 0]
-        < p[:, :-1].gather(2, at)[..., 0]
-    )
-    n = keep.long().cumprod(1).sum(1)
+    q_drafted = q.gather(2, at)[..., 0]
+    p_drafted = p[:, :-1].gather(2, at)[..., 0]
+    uniform = torch.rand(rows, gamma, generator=generator, device=p.device)
+    n = (uniform * q_drafted < p_drafted).long().cumprod(1).sum(1)
     row = torch.arange(rows, device=p.device)
-    # behind a draft that was accepted whole there is nothing to take away
-    taken = q[row, n.clamp(max=gamma - 1)] * (n < gamma)[:, None]
-    rest = (p[row, n] - taken).clamp(min=0)
-    # p and q equal but for rounding: the rejection was itself rounding, p is the right distribution
-    rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p[row, n])
+    p_next = p[row, n]
+    # after a draft that was accepted whole, the bonus is drawn from p itself
+    q_next = q[row, n.clamp(max=gamma - 1)] * (n < gamma)[:, None]
+    rest = (p_next - q_next).clamp(min=0)
+    # if p equals q but for rounding, the rejection was a rounding error too: draw from p
+    rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p_next)
     bonus = torch.multinomial(rest, 1, generator=generator)
     tokens = torch.cat([drafted, bonus], dim=1).scatter(1, n[:, None], bonus)
     return n, tokens

@@ -1,6 +1,9 @@
-"""The processors of logits that requests can ask for, for all rows at once and with lengths on the
-device: what rounds bend logits with. Bit for bit what `sampling.process_logits` has from transformers' own,
-row by row."""
+"""The logits processors that requests can ask for, for all rows at once and with lengths on the
+device.
+
+Gives the same bits as `token_sampling.process_logits`, which applies transformers' own processors
+row by row.
+"""
 
 from __future__ import annotations
 
@@ -20,141 +23,181 @@ from transformers import (
 from std_core.decoding.token_sampling import ResolvedSampling
 
 
+@dataclass
+class _RowProcessors:
+    """One row's parameters; the defaults change nothing."""
+
+    repetition_penalty: float = 1.0
+    min_length: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    tail: float = -1.0
+    stop_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, processors: Sequence[LogitsProcessor], vocabulary: int) -> _RowProcessors | None:
+        """Read the parameters of transformers' processors; None if one is not supported."""
+        row = cls()
+        for processor in processors:
+            if (
+                isinstance(processor, RepetitionPenaltyLogitsProcessor)
+                and processor.prompt_ignore_length is None
+            ):
+                row.repetition_penalty = processor.penalty
+            elif isinstance(processor, MinNewTokensLengthLogitsProcessor):
+                row.min_length = processor.prompt_length_to_skip + processor.min_new_tokens
+                row.stop_ids = tuple(processor.eos_token_id.tolist())
+            elif isinstance(processor, TemperatureLogitsWarper):
+                row.temperature = processor.temperature
+            elif isinstance(processor, TopKLogitsWarper):
+                row.top_k = min(processor.top_k, vocabulary)
+            elif isinstance(processor, TopPLogitsWarper) and processor.min_tokens_to_keep == 1:
+                row.tail = 1 - processor.top_p
+            else:
+                return None
+        return row
+
+
 @dataclass(frozen=True)
 class LogitsProcessors:
-    """Of each row (B,), with the value that changes nothing where it asks for nothing."""
+    """Parameters of each row (B,); rows without a processor have the value that changes nothing.
 
-    penalty: torch.Tensor  # 1
-    least: torch.Tensor  # tokens of prompt and output before which it may not stop; 0
-    temperature: torch.Tensor  # 1
-    top_k: torch.Tensor  # 0
-    tail: torch.Tensor  # 1 - top_p, the mass that is cut off; -1
-    stop_ids: torch.Tensor  # (B, n) padded with the row's first, or with 0 in rows without
-    penalises: bool  # whether any row does
-    holds: bool
-    heats: bool
-    cuts: bool
+    Args:
+        repetition_penalty: 1 changes nothing.
+        min_length: tokens of prompt and output before which the row may not stop; 0 changes
+            nothing.
+        temperature: 1 changes nothing.
+        top_k: 0 changes nothing.
+        tail: 1 - top_p, the probability mass that is cut off; -1 changes nothing.
+        stop_ids: (B, n) ids that `min_length` suppresses, padded with the row's first id, or with 0
+            in rows without any.
+        has_repetition_penalty, has_min_length, has_temperature, has_top: whether any row has one;
+            processors that no row has are skipped.
+    """
+
+    repetition_penalty: torch.Tensor
+    min_length: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    tail: torch.Tensor
+    stop_ids: torch.Tensor
+    has_repetition_penalty: bool
+    has_min_length: bool
+    has_temperature: bool
+    has_top: bool
 
     @classmethod
     def of(
         cls, samplings: Sequence[ResolvedSampling | None], vocabulary: int, device: torch.device
     ) -> LogitsProcessors | None:
-        """None where a row has a processor that is not known here."""
-        rows = [_row(rule.processors if rule is not None else [], vocabulary) for rule in samplings]
-        if not all(rows):
-            return None
-        penalty, least, temperature, top_k, tail, stops = zip(
-            *(row for row in rows if row), strict=True
-        )
-        most = max(1, *map(len, stops))
-        numbers = [
-            torch.tensor(x, dtype=torch.float32, device=device)
-            for x in (penalty, temperature, tail)
-        ]
-        counts = [torch.tensor(x, device=device) for x in (least, top_k)]
-        padded = torch.tensor(
-            [[*ids, *[ids[0] if ids else 0] * (most - len(ids))] for ids in stops], device=device
-        )
+        """Collect the rows' parameters; None if a row has a processor that is not supported."""
+        rows = []
+        for sampling in samplings:
+            row = _RowProcessors.of(sampling.processors if sampling else [], vocabulary)
+            if row is None:
+                return None
+            rows.append(row)
+
+        def floats(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
         return cls(
-            numbers[0],
-            counts[0],
-            numbers[1],
-            counts[1],
-            numbers[2],
-            padded,
-            any(p != 1 for p in penalty),
-            any(least),
-            any(t != 1 for t in temperature),
-            any(top_k) or any(t >= 0 for t in tail),
+            repetition_penalty=floats([row.repetition_penalty for row in rows]),
+            min_length=torch.tensor([row.min_length for row in rows], device=device),
+            temperature=floats([row.temperature for row in rows]),
+            top_k=torch.tensor([row.top_k for row in rows], device=device),
+            tail=floats([row.tail for row in rows]),
+            stop_ids=torch.tensor(_padded([row.stop_ids for row in rows]), device=device),
+            has_repetition_penalty=any(row.repetition_penalty != 1 for row in rows),
+            has_min_length=any(row.min_length for row in rows),
+            has_temperature=any(row.temperature != 1 for row in rows),
+            has_top=any(row.top_k or row.tail >= 0 for row in rows),
+        )
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Which processors run."""
+        return (
+            self.has_repetition_penalty,
+            self.has_min_length,
+            self.has_temperature,
+            self.has_top,
         )
 
     def apply(
         self, logits: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """As `sampling.process_logits`, and like it at times in place: logits (B, T, vocabulary); history (B,
-        capacity), of which `lengths` (B,) lie before the first position."""
+        """Process logits, partly in place; see `token_sampling.process_logits`.
+
+        Args:
+            logits: (B, T, vocabulary).
+            history: (B, capacity) token ids.
+            lengths: (B,) tokens of the history before the first position; each further position
+                has one more.
+
+        Returns:
+            float32 scores.
+        """
         scores = logits.float()
-        if self.penalises:
-            scores = self._penalised(scores, history, lengths)
-        if self.holds:
-            places = lengths[:, None] + torch.arange(scores.shape[1], device=scores.device)
-            early = (places < self.least[:, None])[..., None]
-            stops = self.stop_ids[:, None].expand(-1, scores.shape[1], -1)
-            scores.scatter_(2, stops, scores.gather(2, stops).masked_fill(early, float("-inf")))
-        if self.heats:
+        if self.has_repetition_penalty:
+            scores = self._penalize_repetition(scores, history, lengths)
+        if self.has_min_length:
+            scores = self._suppress_stops(scores, lengths)
+        if self.has_temperature:
             scores = scores.div_(self.temperature[:, None, None])
-        for t in (
-            range(scores.shape[1]) if self.cuts else ()
-        ):  # one by one: an order takes seven times a score's bytes
-            scores[:, t : t + 1] = self._cut(scores[:, t : t + 1])
+        if self.has_top:
+            # position by position: sorting takes seven times the bytes of the scores
+            for t in range(scores.shape[1]):
+                scores[:, t] = self._cut_tail(scores[:, t])
         return scores
 
-    def _penalised(
+    def _penalize_repetition(
         self, scores: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
         vocabulary = scores.shape[-1]
-        behind = torch.arange(history.shape[1], device=history.device) >= lengths[:, None]
-        seen = _marked(history.clamp(max=vocabulary).masked_fill(behind, vocabulary), vocabulary)
-        penalty = self.penalty[:, None]
+        beyond = torch.arange(history.shape[1], device=history.device) >= lengths[:, None]
+        ids = history.clamp(max=vocabulary).masked_fill(beyond, vocabulary)
+        # (B, vocabulary + 1): ids that occurred; the last column takes what does not count
+        occurred = torch.zeros(
+            len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device
+        ).scatter(1, ids, True)
+        penalty = self.repetition_penalty[:, None]
         for t in range(scores.shape[1]):
-            if t:  # the draft's token before it
+            if t:  # the drafted token before this position
                 newest = history.gather(1, (lengths + t - 1)[:, None]).clamp(max=vocabulary)
-                seen = seen.scatter(1, newest, True)
+                occurred = occurred.scatter(1, newest, True)
             row = scores[:, t]
-            scores[:, t] = torch.where(
-                seen[:, :-1], torch.where(row < 0, row * penalty, row / penalty), row
-            )
+            penalized = torch.where(row < 0, row * penalty, row / penalty)
+            scores[:, t] = torch.where(occurred[:, :-1], penalized, row)
         return scores
 
-    def _cut(self, scores: torch.Tensor) -> torch.Tensor:
-        """Top-k, then top-p, off one order."""
+    def _suppress_stops(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        places = lengths[:, None] + torch.arange(scores.shape[1], device=scores.device)
+        too_early = (places < self.min_length[:, None])[..., None]
+        stops = self.stop_ids[:, None].expand(-1, scores.shape[1], -1)
+        suppressed = scores.gather(2, stops).masked_fill(too_early, float("-inf"))
+        return scores.scatter_(2, stops, suppressed)
+
+    def _cut_tail(self, scores: torch.Tensor) -> torch.Tensor:
+        """Apply top-k, then top-p, with one sort; scores (B, vocabulary)."""
         vocabulary = scores.shape[-1]
         ordered, index = scores.sort(dim=-1)
-        kth = (
-            (vocabulary - self.top_k)
-            .clamp(min=0, max=vocabulary - 1)[:, None, None]
-            .expand(-1, scores.shape[1], 1)
-        )
-        floor = ordered.gather(2, kth).masked_fill((self.top_k == 0)[:, None, None], float("-inf"))
+        kth = (vocabulary - self.top_k).clamp(min=0, max=vocabulary - 1)[:, None]
+        floor = ordered.gather(1, kth)
+        floor = floor.masked_fill((self.top_k == 0)[:, None], float("-inf"))
         ordered = ordered.masked_fill(ordered < floor, float("-inf"))
-        low = ordered.softmax(-1).cumsum(-1) <= self.tail[:, None, None]
-        low = low & (torch.arange(vocabulary, device=scores.device) < vocabulary - 1)  # one stays
-        return scores.masked_fill(
-            torch.empty_like(low).scatter(2, index, low) | (scores < floor), float("-inf")
-        )
+        in_tail = ordered.softmax(-1).cumsum(-1) <= self.tail[:, None]
+        # the most probable token always stays
+        in_tail = in_tail & (torch.arange(vocabulary, device=scores.device) < vocabulary - 1)
+        removed = torch.empty_like(in_tail).scatter(1, index, in_tail)
+        return scores.masked_fill(removed | (scores < floor), float("-inf"))
 
 
-def _marked(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """(B, vocabulary + 1) which ids (B, n) there are."""
-    nothing = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
-    return nothing.scatter(1, ids, True)
-
-
-def _row(
-    processors: Sequence[LogitsProcessor], vocabulary: int
-) -> tuple[float, int, float, int, float, list[int]] | None:
-    """One row's numbers, in the order of the fields of `LogitsProcessors`."""
-    penalty = 1.0
-    least = 0
-    temperature = 1.0
-    top_k = 0
-    tail = -1.0
-    stops: list[int] = []
-    for asked in processors:
-        if (
-            isinstance(asked, RepetitionPenaltyLogitsProcessor)
-            and asked.prompt_ignore_length is None
-        ):
-            penalty = asked.penalty
-        elif isinstance(asked, MinNewTokensLengthLogitsProcessor):
-            least = asked.prompt_length_to_skip + asked.min_new_tokens
-            stops = asked.eos_token_id.tolist()
-        elif isinstance(asked, TemperatureLogitsWarper):
-            temperature = asked.temperature
-        elif isinstance(asked, TopKLogitsWarper):
-            top_k = min(asked.top_k, vocabulary)
-        elif isinstance(asked, TopPLogitsWarper) and asked.min_tokens_to_keep == 1:
-            tail = 1 - asked.top_p
-        else:
-            return None
-    return penalty, least, temperature, top_k, tail, stops
+def _padded(stop_ids: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """(B, n), at least one column."""
+    width = max(1, *map(len, stop_ids))
+    rows = []
+    for ids in stop_ids:
+        filler = ids[0] if ids else 0
+        rows.append([*ids, *[filler] * (width - len(ids))])
+    return rows

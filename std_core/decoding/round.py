@@ -1,12 +1,14 @@
-"""One round of decoding: draft, verify, accept, commit (Sparse-to-Dense §3.1). A dense step is a
-round that drafts nothing, an unverified one a round that only drafts. All tensors are per row; no
-row waits for another's length."""
+"""One round of decoding: draft, verify, accept, commit (Sparse-to-Dense §3.1).
+
+A dense step is a round with γ = 0; an unverified round only drafts. All tensors are per row: no row
+waits for another's length. B: slots.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,62 +25,79 @@ from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.cache import AttentionProbe, DecodeStep, KVCache
 from std_core.model.model import Model
 
-# What a draft reads: the rows' own caches; a view with the kept entries; a second model's cache.
+# The caches that a draft reads: those of the full model (the target), the draft cache with selected
+# entries of the target, or the draft cache with a second model's entries.
 DraftView = Literal["target", "selected", "draft_model"]
+
+HISTORY_STEP = 256  # tokens by which the history grows beyond what is needed now
 
 
 @dataclass
 class Slots:
-    """The rows that decode together. Filled by the engine at admission, moved on by
-    `decode_round`."""
+    """The rows that decode together.
 
-    prefix: KVCache  # what questions on one video share
-    suffix: KVCache  # each row's entries behind it
-    draft: KVCache  # the draft's view of each row, unless it reads the two above
-    length: torch.Tensor  # (B,) entries in `suffix`
-    draft_length: torch.Tensor  # (B,) entries in `draft`
-    position: torch.Tensor  # (B,) M-RoPE position of the row's last token
-    total: torch.Tensor  # (B,) tokens of prompt and output
-    generated: torch.Tensor  # (B,) tokens of the output
-    remaining: torch.Tensor  # (B,) tokens it may still write
-    active: torch.Tensor  # (B,) bool
-    history: (
-        torch.Tensor
-    )  # (B, capacity) ids of prompt, output and, behind them, the draft under way
-    stop_ids: torch.Tensor  # (B, n) padded with -1
+    Filled by the engine at admission, updated by `decode_round`. A row's context is its prefix,
+    which several rows can share, and its suffix.
+
+    Args:
+        prefix: the prefix store's cache.
+        suffix: each row's entries behind its prefix.
+        draft: entries that drafts read, unless they read the target's caches.
+        length: (B,) entries in `suffix`.
+        draft_length: (B,) entries in `draft`.
+        position: (B,) M-RoPE position of the row's last token.
+        total: (B,) tokens of prompt and output.
+        generated: (B,) tokens of the output.
+        remaining: (B,) tokens that the row may still generate.
+        active: (B,) bool.
+        history: (B, capacity) ids of prompt and output, followed by the current draft.
+        stop_ids: (B, n), padded with -1.
+        strict: tokens per row to which every verification is padded; 0 does not pad.
+        logits_processors: the rows' processors as tensors; None if a row has an unsupported one.
+        headroom: entries behind a row's maximal length that were reserved at its admission. 0: each
+            round reserves the room it needs, which waits for the device.
+    """
+
+    prefix: KVCache
+    suffix: KVCache
+    draft: KVCache
+    length: torch.Tensor
+    draft_length: torch.Tensor
+    position: torch.Tensor
+    total: torch.Tensor
+    generated: torch.Tensor
+    remaining: torch.Tensor
+    active: torch.Tensor
+    history: torch.Tensor
+    stop_ids: torch.Tensor
     samplings: list[ResolvedSampling | None]
     sampling_state: SamplingState
     groups: PrefixGroups
     generator: torch.Generator
     vocabulary: int
     view: DraftView = "target"
-    strict: int = (
-        0  # tokens per row to which every verification is padded, if its shape is to be fixed
-    )
-    logits_processors: LogitsProcessors | None = (
-        None  # the rows' processors in tensors, unless there is one that is not known there
-    )
-    # entries that a round may write behind a row's: room made at admission. 0: rounds make their
-    # own
+    strict: int = 0
+    logits_processors: LogitsProcessors | None = None
     headroom: int = 0
 
     @classmethod
     def empty(cls, model: Model, count: int, generator: torch.Generator, strict: int = 0) -> Slots:
-        """Without a row. Views are made by who knows the draft."""
-        length, draft_length, position, total, generated, remaining = torch.zeros(
-            6, count, dtype=torch.long, device=model.device
-        )
+        """`count` slots without a row."""
         samplings: list[ResolvedSampling | None] = [None] * count
+
+        def zeros() -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.long, device=model.device)
+
         return cls(
-            model.new_cache(count),
-            model.new_cache(count),
-            model.new_cache(count),
-            length,
-            draft_length,
-            position,
-            total,
-            generated,
-            remaining,
+            prefix=model.new_cache(count),
+            suffix=model.new_cache(count),
+            draft=model.new_cache(count),
+            length=zeros(),
+            draft_length=zeros(),
+            position=zeros(),
+            total=zeros(),
+            generated=zeros(),
+            remaining=zeros(),
             active=torch.zeros(count, dtype=torch.bool, device=model.device),
             history=torch.zeros(count, 0, dtype=torch.long, device=model.device),
             stop_ids=torch.full((count, 1), -1, device=model.device),
@@ -92,31 +111,41 @@ class Slots:
 
     @property
     def last(self) -> torch.Tensor:
-        """(B, 1) the newest token of each row, whose entry is in no cache yet."""
+        """(B, 1) newest token of each row, whose entry is in no cache yet."""
         return self.history.gather(1, (self.total - 1).clamp(min=0)[:, None])
 
-    def newest(self, count: int, ahead: int) -> torch.Tensor:
-        """(B, count) tokens of each row, up to the one `ahead` places behind its last."""
-        places = self.total[:, None] + torch.arange(ahead - count, ahead, device=self.total.device)
+    def newest(self, count: int, offset: int) -> torch.Tensor:
+        """(B, count) tokens of each row, up to the one `offset` places behind its last token."""
+        places = self.total[:, None] + torch.arange(
+            offset - count, offset, device=self.total.device
+        )
         return self.history.gather(1, places.clamp(min=0))
 
     def process_logits(self, logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Scores as each row's sampling has them; logits (B, T, vocabulary) behind `lengths` (B,)
-        tokens."""
+        """Apply each row's logits processors.
+
+        Args:
+            logits: (B, T, vocabulary).
+            lengths: (B,) tokens of the history before the first position.
+        """
         if self.logits_processors is not None:
             return self.logits_processors.apply(logits, self.history, lengths)
         return process_logits(logits, self.samplings, self.history, lengths)
 
-    def draft_step_kv(self, ahead: int) -> DecodeStep:
-        """Caches for a draft step whose first token stands `ahead` places behind a row's last."""
-        if self.view == "target":  # what is written here, the verification writes over
-            return DecodeStep(self.suffix, self.length + ahead, self.prefix, self.groups)
-        return DecodeStep(self.draft, (self.draft_length + ahead).clamp(min=0))
+    def draft_step_kv(self, offset: int) -> DecodeStep:
+        """Caches for a draft step whose first token is `offset` places behind a row's last one."""
+        if self.view == "target":  # verification overwrites what the draft writes here
+            return DecodeStep(self.suffix, self.length + offset, self.prefix, self.groups)
+        return DecodeStep(self.draft, (self.draft_length + offset).clamp(min=0))
+
+    def reset(self, row: int) -> None:
+        """Empty a slot; its entries are overwritten by the next row's."""
+        for count in (self.length, self.draft_length, self.total, self.generated):
+            count[row] = 0
 
     def reserve(self, width: int) -> None:
-        """Room for a round of `width` tokens; rejected ones and those of finished rows are written
-        too."""
-        if self.headroom:  # it is there, and asking for lengths would wait for the device
+        """Make room for a round of `width` tokens, rejected tokens and finished rows included."""
+        if self.headroom:
             return
         self.suffix.reserve(int(self.length.max()) + width)
         if self.view != "target":
@@ -124,42 +153,81 @@ class Slots:
         self.reserve_history(int(self.total.max()) + width)
 
     def reserve_history(self, tokens: int) -> None:
-        if (short := tokens - self.history.shape[1]) > 0:
-            self.history = F.pad(self.history, (0, short + 256))
+        """Make room for `tokens` of prompt, output and draft per row."""
+        missing = tokens - self.history.shape[1]
+        if missing > 0:
+            self.history = F.pad(self.history, (0, missing + HISTORY_STEP))
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """γ tokens per row, and the distribution they were drawn from where some row needs it."""
+    """γ drafted tokens per row.
 
-    tokens: torch.Tensor  # (B, γ)
-    q: torch.Tensor | None = None  # (B, γ, vocabulary)
-    broken: torch.Tensor | None = (
-        None  # (B,) bool: some step gave no finite logits, where a model drafted
-    )
+    Args:
+        tokens: (B, γ).
+        q: (B, γ, vocabulary) the distributions they were drawn from; None if every row is greedy
+            or seeded.
+        broken: (B,) bool, rows with a draft step that gave no finite logits; None if no model
+            drafted.
+    """
+
+    tokens: torch.Tensor
+    q: torch.Tensor | None = None
+    broken: torch.Tensor | None = None
+
+
+class RowRound(NamedTuple):
+    """A round's outcome for one row, on the host."""
+
+    tokens: list[int]  # new ones
+    accepted: int
+    proposed: int
+    stopped: bool
+    broken: bool
+
+    @property
+    def rejected(self) -> bool:
+        """Whether a drafted token was rejected; a row's end is no rejection."""
+        return self.accepted < self.proposed
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a round gave each row."""
+    """A round's outcome.
 
-    tokens: torch.Tensor  # (B, γ + 1); the first `kept` of a row are its new tokens
-    kept: torch.Tensor  # (B,)
-    accepted: torch.Tensor  # (B,) drafted tokens among them
-    proposed: (
-        torch.Tensor
-    )  # (B,) drafted tokens that had a chance: what lies behind a row's end does not count
-    stopped: torch.Tensor  # (B,) bool: the last of them is a stop id
-    broken: torch.Tensor  # (B,) bool: the full model gave no finite logits
+    Args:
+        tokens: (B, γ + 1); the first `kept` of a row are its new tokens.
+        kept: (B,).
+        accepted: (B,) drafted tokens among the kept ones.
+        proposed: (B,) drafted tokens up to the row's end; those behind it could not be accepted.
+        stopped: (B,) bool, the last kept token is a stop id.
+        broken: (B,) bool, the full model gave no finite logits.
+    """
 
-    def on_host(self) -> list[tuple[list[int], int, int, int, bool, bool]]:
-        """Row by row, its kept tokens first; in one transfer, the only thing of a round that waits
-        for the device."""
-        numbers = torch.stack([x.long() for x in list(vars(self).values())[1:]], dim=1)
-        rows = torch.cat([self.tokens, numbers], dim=1).tolist()
-        return [(row[: row[-5]], *row[-5:-2], bool(row[-2]), bool(row[-1])) for row in rows]
+    tokens: torch.Tensor
+    kept: torch.Tensor
+    accepted: torch.Tensor
+    proposed: torch.Tensor
+    stopped: torch.Tensor
+    broken: torch.Tensor
+
+    def on_host(self) -> list[RowRound]:
+        """Copy the outcome to the host, row by row.
+
+        One transfer: it is the only point where a round waits for the device.
+        """
+        numbers = (self.kept, self.accepted, self.proposed, self.stopped, self.broken)
+        columns = torch.stack([x.long() for x in numbers], dim=1)
+        width = self.tokens.shape[1]
+        rows = []
+        for values in torch.cat([self.tokens, columns], dim=1).tolist():
+            kept, accepted, proposed, stopped, broken = values[width:]
+            tokens = values[:kept]
+            rows.append(RowRound(tokens, accepted, proposed, bool(stopped), bool(broken)))
+        return rows
 
 
+# Drafts γ tokens: `prompt_lookup`, or `draft` with its model bound.
 Proposer = Callable[[Slots, int], Drafted]
 
 
@@ -167,12 +235,11 @@ Proposer = Callable[[Slots, int], Drafted]
 def decode_round(
     model: Model, slots: Slots, propose: Proposer, gamma: int, look: AttentionProbe | None = None
 ) -> Round:
-    """Moves all active rows on by 1 to γ + 1 tokens.
+    """Advance all active rows by 1 to γ + 1 tokens.
 
     Args:
-        drafting: `prompt_lookup`, or `draft` with the model that drafts.
-        gamma: γ; 0 is the dense step.
-        look: gathers where the verified tokens look.
+        gamma: γ; 0 is a dense step.
+        look: collects the attention that the verified tokens pay to the selectable entries.
     """
     slots.reserve(max(gamma + 1, slots.strict))
     drafted = propose(slots, gamma)
@@ -183,20 +250,25 @@ def decode_round(
 
 @torch.inference_mode()
 def unverified_round(slots: Slots, propose: Proposer, gamma: int) -> Round:
-    """Moves all active rows on by γ tokens that nobody verifies: lossy, for `mode=sparse` alone."""
+    """Advance all active rows by γ drafted tokens without verification.
+
+    Lossy, for `mode=sparse` only. Nothing counts as proposed or accepted.
+    """
     slots.reserve(gamma + 1)
     drafted = propose(slots, gamma)
-    everything = torch.full_like(slots.total, gamma - 1)
-    return commit(slots, drafted.tokens, everything, drafted.broken)
+    all_but_last = torch.full_like(slots.total, gamma - 1)
+    done = commit(slots, drafted.tokens, all_but_last, drafted.broken)
+    nothing = torch.zeros_like(done.kept)
+    return replace(done, accepted=nothing, proposed=nothing)
 
 
 def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
-    """γ tokens per row that a sparse view of the model, or a second model, would write."""
+    """Draft γ tokens per row with a sparse view of the model, or with a second model."""
     tokens = [slots.last[:, :0]]
     q = []
     broken = torch.zeros_like(slots.active)
-    # after a round that was accepted whole, a second model's cache lacks the last token but one: it
-    # is fed again
+    # a second model's cache lacks the last token but one after a round whose draft was accepted
+    # whole: the first step feeds it again
     back = int(slots.view == "draft_model")
     for i in range(gamma):
         fed = slots.newest(1 + back, i)
@@ -205,9 +277,8 @@ def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
         back = 0
         scores = slots.process_logits(logits, slots.total + i)
         token = sample_tokens(scores, slots.sampling_state, slots.generated[:, None] + i)
-        broken |= ~scores.gather(2, token[..., None])[
-            :, 0, 0
-        ].isfinite()  # the maximum is NaN if anything is
+        # the chosen score is the maximum, which is NaN if any score is
+        broken |= ~scores.gather(2, token[..., None])[:, 0, 0].isfinite()
         slots.history.scatter_(1, (slots.total + i)[:, None], token)
         tokens.append(token)
         if slots.sampling_state.fresh:
@@ -216,29 +287,32 @@ def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
 
 
 def prompt_lookup(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
-    """Prompt lookup: what followed the newest earlier appearance of the row's last words. Longer
-    matches go first; a row without any drafts its last token again."""
+    """Draft what followed the newest earlier match of the row's last tokens (prompt lookup).
+
+    Longer matches are preferred; a row without a match drafts its last token again.
+
+    Args:
+        longest: tokens of the longest n-gram that is matched.
+    """
+    end = slots.total[:, None]
     places = torch.arange(slots.history.shape[1], device=slots.history.device)
-    best = torch.full_like(slots.total, -1)
+    steps = torch.arange(gamma, device=places.device)
+    match = torch.full_like(slots.total, -1)  # place of the match's last token
     for n in range(1, longest + 1):
-        matches = (
-            (places >= n - 1) & (places < slots.total[:, None] - 1) & (slots.total[:, None] > n)
-        )
+        matches = (places >= n - 1) & (places < end - 1) & (end > n)
         for back in range(n):
-            word = slots.history.gather(1, (slots.total - 1 - back).clamp(min=0)[:, None])
-            matches = matches & (slots.history.roll(back, dims=1) == word)
+            token = slots.history.gather(1, (end - 1 - back).clamp(min=0))
+            matches = matches & (slots.history.roll(back, dims=1) == token)
         newest = torch.where(matches, places, -1).amax(1)
-        best = torch.where(newest >= 0, newest, best)
-    at = best[:, None] + 1 + torch.arange(gamma, device=places.device)
-    # a match near the end continues into what it has itself just proposed: repeat from the match on
-    period = (slots.total - 1 - best)[:, None].clamp(min=1)
-    at = torch.where(
-        at < slots.total[:, None], at, best[:, None] + 1 + (at - best[:, None] - 1) % period
-    )
-    tokens = torch.where(best[:, None] >= 0, slots.history.gather(1, at.clamp(min=0)), slots.last)
-    slots.history.scatter_(
-        1, slots.total[:, None] + torch.arange(gamma, device=places.device), tokens
-    )
+        match = torch.where(newest >= 0, newest, match)
+    first = match[:, None] + 1
+    source = first + steps
+    # a match near the end continues into the draft itself: repeat from the match on
+    period = (end - first).clamp(min=1)
+    source = torch.where(source < end, source, first + steps % period)
+    found = slots.history.gather(1, source.clamp(min=0))
+    tokens = torch.where(match[:, None] >= 0, found, slots.last)
+    slots.history.scatter_(1, end + steps, tokens)
     if not slots.sampling_state.fresh:
         return Drafted(tokens)
     return Drafted(tokens, F.one_hot(tokens, slots.vocabulary).float())
@@ -247,8 +321,14 @@ def prompt_lookup(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
 def verify(
     model: Model, slots: Slots, drafted: torch.Tensor, look: AttentionProbe | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The full model's scores after the last token and after each drafted one, (B, γ + 1,
-    vocabulary), in one step; and which rows got no finite ones."""
+    """Compute the full model's scores after the last token and after each drafted one, in one step.
+
+    Args:
+        drafted: (B, γ).
+
+    Returns:
+        (B, γ + 1, vocabulary) processed scores, and (B,) bool, rows whose logits are not finite.
+    """
     tokens = torch.cat([slots.last, drafted], dim=1)
     width = tokens.shape[1]
     tokens = F.pad(tokens, (0, max(0, slots.strict - width)))
@@ -264,36 +344,41 @@ def verify(
         look=look,
     )
     logits = model.step(tokens, positions, kv)[:, :width]
-    broken = ~logits.sum(-1).isfinite().all(
-        -1
-    )  # a sum shows what is not finite at a fiftieth of the cost
+    # a sum is not finite if a term is not, and costs a fiftieth of testing each
+    broken = ~logits.sum(-1).isfinite().all(-1)
     return slots.process_logits(logits, slots.total), broken
 
 
 def accept(
     slots: Slots, drafted: Drafted, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (B, γ + 1) of which the first n + 1 are the round's, and n (B,)."""
+    """Accept the leading drafted tokens that the full model confirms.
+
+    Returns:
+        (B, γ + 1) tokens of which the first n + 1 are the round's, and n (B,).
+    """
     places = slots.generated[:, None] + torch.arange(scores.shape[1], device=scores.device)
     tokens = sample_tokens(scores, slots.sampling_state, places)
     accepted = accept_equal(drafted.tokens, tokens)
-    if slots.sampling_state.fresh and drafted.q is not None:
-        p = scores.softmax(-1).nan_to_num_(
-            nan=1.0
-        )  # a broken row draws anything and is ended by the engine
-        n, drawn = accept_sampled(
-            drafted.tokens, drafted.q.nan_to_num_(nan=1.0), p, slots.generator
-        )
-        tokens = torch.where(slots.sampling_state.unseeded[:, None], drawn, tokens)
-        accepted = torch.where(slots.sampling_state.unseeded, n, accepted)
+    state = slots.sampling_state
+    if state.fresh and drafted.q is not None:
+        # a broken row may draw anything: the engine ends it
+        p = scores.softmax(-1).nan_to_num_(nan=1.0)
+        q = drafted.q.nan_to_num_(nan=1.0)
+        n, drawn = accept_sampled(drafted.tokens, q, p, slots.generator)
+        tokens = torch.where(state.unseeded[:, None], drawn, tokens)
+        accepted = torch.where(state.unseeded, n, accepted)
     return tokens, accepted
 
 
 def commit(
     slots: Slots, tokens: torch.Tensor, accepted: torch.Tensor, broken: torch.Tensor | None
 ) -> Round:
-    """Lengths move up by what is kept: the confirmed tokens and the bonus, cut at a stop id and at
-    the row's limit. What a rejected token had written lies behind the length and is overwritten."""
+    """Advance the lengths by the kept tokens: the accepted ones and the bonus, cut at a stop id and
+    at the row's limit.
+
+    Entries of rejected tokens lie behind the length and are overwritten by the next round.
+    """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     stops = (tokens[..., None] == slots.stop_ids[:, None]).any(-1) & (places <= accepted[:, None])
     first_stop = torch.where(stops.any(1), stops.long().argmax(1), tokens.shape[1])

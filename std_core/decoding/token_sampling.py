@@ -1,11 +1,11 @@
-"""From logits to the choice of a token, per row and per position.
+"""From logits to tokens, per row and per position.
 
-What bends the logits is transformers' own list of processors, made from the checkpoint's generation
-configuration and the request's sampling, exactly as `generate` makes it; so penalties, filters and
-minimum lengths are theirs. What draws is ours: a row with a seed adds Gumbel noise that is a pure
-function of (seed, place in the output, token), and takes the maximum; draft and full model add the
-same noise, so equality decides acceptance, and the text depends on neither policy, γ, batch nor
-restarts."""
+Logits processors are transformers' own list, made from the checkpoint's generation configuration
+and the request's sampling exactly as `generate` makes it. Sampling is ours: a row with a seed adds
+Gumbel noise that is a pure function of (seed, place in the output, token) and takes the maximum.
+Draft and full model add the same noise, so equality decides acceptance, and the text depends on
+neither policy, γ, batch nor restarts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from std_core.types import Sampling
 
 @dataclass(frozen=True)
 class ResolvedSampling:
-    """A request's sampling, settled for one checkpoint and one prompt."""
+    """A request's sampling, with the checkpoint's defaults filled in, for one prompt."""
 
     processors: LogitsProcessorList
     stop_ids: tuple[int, ...]
@@ -35,13 +35,13 @@ class ResolvedSampling:
 
 
 def resolve_sampling(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> ResolvedSampling:
-    """What a request's sampling comes to with a checkpoint's generation configuration.
+    """Combine a request's sampling with the checkpoint's generation configuration.
 
     Args:
         hf: the Hugging Face model.
         prompt: (n,) ids, placeholders included.
     """
-    wanted: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "temperature": sampling.temperature or None,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -49,17 +49,11 @@ def resolve_sampling(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> Resol
         "min_new_tokens": sampling.min_tokens or None,
         "do_sample": None if sampling.temperature is None else sampling.temperature > 0,
     }
-    config, _ = hf._prepare_generation_config(
-        None, **{k: v for k, v in wanted.items() if v is not None}
-    )
-    eos = config.eos_token_id
-    stop_ids = (
-        *([] if eos is None else [eos] if isinstance(eos, int) else eos),
-        *sampling.stop_token_ids,
-    )
-    config.eos_token_id = (
-        list(stop_ids) or None
-    )  # so that `min_new_tokens` holds back the request's own too
+    changes = {name: value for name, value in requested.items() if value is not None}
+    config, _ = hf._prepare_generation_config(None, **changes)
+    stop_ids = (*_as_tuple(config.eos_token_id), *sampling.stop_token_ids)
+    # so that `min_new_tokens` suppresses the request's own stop ids as well
+    config.eos_token_id = list(stop_ids) or None
     hf._prepare_special_tokens(config, True, device=prompt.device)
     processors = hf._get_logits_processor(
         config,
@@ -67,9 +61,14 @@ def resolve_sampling(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> Resol
         encoder_input_ids=prompt[None],
         device=prompt.device,
     )
-    return ResolvedSampling(
-        processors, stop_ids, bool(config.do_sample), sampling.seed if config.do_sample else None
-    )
+    seed = sampling.seed if config.do_sample else None
+    return ResolvedSampling(processors, stop_ids, bool(config.do_sample), seed)
+
+
+def _as_tuple(ids: int | list[int] | None) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def process_logits(
@@ -78,71 +77,81 @@ def process_logits(
     history: torch.Tensor,
     lengths: torch.Tensor,
 ) -> torch.Tensor:
-    """Processed scores, float32.
+    """Apply each row's logits processors; returns float32 scores.
 
-    Args: logits: (B, T, vocabulary). rules: of each row; None for an empty slot. Rows whose rule
-        has no processor are left alone. history: (B, capacity) ids of prompt, output and draft.
-        lengths: (B,) how many of them lie before the first position; each further position has one
-        more.
+    Args:
+        logits: (B, T, vocabulary).
+        samplings: of each row; None for an empty slot.
+        history: (B, capacity) ids of prompt, output and draft.
+        lengths: (B,) tokens of the history before the first position; each further position has
+            one more.
     """
     scores = logits.float()
-    for row, rule in enumerate(samplings):
-        if rule is not None and rule.processors:
-            seen = int(lengths[row])
-            for t in range(scores.shape[1]):
-                ids: Any = history[row : row + 1, : seen + t]
-                scores[row, t] = rule.processors(ids, scores[row, t : t + 1])[0]
+    for row, sampling in enumerate(samplings):
+        if sampling is None or not sampling.processors:
+            continue
+        length = int(lengths[row])
+        for t in range(scores.shape[1]):
+            ids: Any = history[row : row + 1, : length + t]
+            scores[row, t] = sampling.processors(ids, scores[row, t : t + 1])[0]
     return scores
 
 
-def sample_tokens(
-    scores: torch.Tensor, sampling_state: SamplingState, places: torch.Tensor
-) -> torch.Tensor:
-    """(B, T) tokens: the maximum of scores and noise.
+def sample_tokens(scores: torch.Tensor, state: SamplingState, places: torch.Tensor) -> torch.Tensor:
+    """Choose tokens (B, T): the maximum of scores plus noise; without noise in greedy rows.
 
     Args:
-        places: (B, T) of the chosen token in its row's output, from 0.
+        scores: (B, T, vocabulary).
+        places: (B, T) place of each token in its row's output, from 0.
     """
-    if not sampling_state.sampled:
+    if not state.sampled:
         return scores.argmax(-1)
-    if not sampling_state.fresh:
-        return keyed_sample(scores, sampling_state.seeds, sampling_state.seeded, places)
-    return noisy_argmax(scores, places, sampling_state.noise)
+    if not state.fresh:
+        return keyed_sample(scores, state.seeds, state.seeded, places)
+    return noisy_argmax(scores, places, state.noise)
 
 
 @dataclass(frozen=True)
 class SamplingState:
-    """How the rows of a batch draw; all (B,). Rebuilt when a row enters or leaves."""
+    """How the rows of a batch sample; rebuilt when a row enters or leaves.
+
+    Args:
+        seeds: (B,) of rows with a seed, else 0.
+        seeded: (B,) bool, rows that sample with a seed.
+        unseeded: (B,) bool, rows that sample without one. Rows that are neither are greedy.
+        sampled: any row samples.
+        fresh: any row samples without a seed.
+    """
 
     seeds: torch.Tensor
-    seeded: torch.Tensor  # bool
-    unseeded: torch.Tensor  # bool; neither of the two is greedy
+    seeded: torch.Tensor
+    unseeded: torch.Tensor
     generator: torch.Generator
-    sampled: bool  # any row of the two kinds
-    fresh: bool  # any row without a seed
+    sampled: bool
+    fresh: bool
 
     @classmethod
     def of(
         cls, samplings: list[ResolvedSampling | None], generator: torch.Generator
     ) -> SamplingState:
+        """Collect the rows' sampling; None for an empty slot."""
         device = generator.device
-        seeded = [r is not None and r.seed is not None for r in samplings]
-        unseeded = [r is not None and r.sample and r.seed is None for r in samplings]
-        seeds = torch.tensor(
-            [r.seed if r is not None and r.seed is not None else 0 for r in samplings]
-        )
+        seeds = [s.seed if s is not None else None for s in samplings]
+        seeded = [seed is not None for seed in seeds]
+        unseeded = [s is not None and s.sample and s.seed is None for s in samplings]
         return cls(
-            seeds.to(device),
-            torch.tensor(seeded).to(device),
-            torch.tensor(unseeded).to(device),
-            generator,
-            any(seeded) or any(unseeded),
-            any(unseeded),
+            seeds=torch.tensor([seed or 0 for seed in seeds]).to(device),
+            seeded=torch.tensor(seeded).to(device),
+            unseeded=torch.tensor(unseeded).to(device),
+            generator=generator,
+            sampled=any(seeded) or any(unseeded),
+            fresh=any(unseeded),
         )
 
     def noise(self, places: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """(B, T, vocabulary) Gumbel noise: keyed for rows with a seed, fresh for the others that
-        sample, else none."""
+        """(B, T, vocabulary) Gumbel noise: keyed by seed and place, or fresh, or 0 in greedy
+        rows.
+        """
         keyed = keyed_noise(self.seeds, self.seeded, places, vocabulary)
         uniform = torch.rand(keyed.shape, generator=self.generator, device=keyed.device)
         return keyed + gumbel_from_uniform(uniform.clamp_(min=1e-20)) * self.unseeded[:, None, None]

@@ -1,8 +1,8 @@
-"""The rows in the slots: requests enter, rounds move them on, results leave as rows finish.
+"""The rows in the slots: requests enter, rounds advance them, results leave as rows finish.
 
-A round costs nearly the same for few rows as for many, so free slots are filled before the next one
-wherever a request is at hand; that a row waits meanwhile is no loss to who asks for requests an
-hour."""
+A round costs nearly the same for few rows as for many. Free slots are therefore filled before the
+next round whenever a request is available: this delays single rows and raises the throughput.
+"""
 
 from __future__ import annotations
 
@@ -10,266 +10,292 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import (
-    DraftView,
     Proposer,
     Round,
+    RowRound,
     Slots,
     decode_round,
     draft,
     prompt_lookup,
     unverified_round,
 )
-from std_core.decoding.token_sampling import SamplingState
+from std_core.decoding.token_sampling import ResolvedSampling, SamplingState
+from std_core.engine.context import EngineContext
 from std_core.engine.cuda_graphs import CapturedRounds, graph_recorder
-from std_core.engine.prefill import Pieces, Prefill
-from std_core.engine.refresh import look_of, reselect
+from std_core.engine.draft_view import view_of
+from std_core.engine.prefill import Admission, Prefill, advance
+from std_core.engine.refresh import attention_probe_of, reselect
 from std_core.engine.row import Row
 from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.checkpoint import ModelInputs
-from std_core.types import Draft, FirstTokens, GammaSchedule, Mode, Request, RequestError, Result
+from std_core.types import (
+    Draft,
+    FirstTokens,
+    GammaSchedule,
+    Mode,
+    Request,
+    RequestError,
+    Result,
+)
 
-if TYPE_CHECKING:
-    from std_core.engine.engine import Engine
-
-IDLE = 0.005  # s between two looks for a request while there is nothing else to do
-LATELY = 32  # rounds that a pace looks back on
+IDLE = 0.005  # s between two polls for a request while no row is running
+# Rounds from which a gamma schedule estimates acceptance. Dense rounds push old statistics out of
+# this window, so drafting is tried again: for `MIN_DRAFTED_ROUNDS` rounds if acceptance is still low.
+RECENT_ROUNDS = 32
 _END = object()
 
 
 class Batch:
-    """One pass over a stream of requests: the slots and what the host knows of them."""
+    """One run over a stream of requests: the slots, and the host's record of each row.
+
+    Args:
+        draft: None decodes densely.
+        prepare: makes a request's token ids and pixels.
+        mode: `sparse` does not verify.
+
+    Raises:
+        ValueError: γ is too large for `strict`, or the draft cannot be used without verification.
+    """
 
     def __init__(
         self,
-        engine: Engine,
+        context: EngineContext,
         draft: Draft | None,
         prepare: Callable[[Request], ModelInputs],
         mode: Mode = "std",
     ):
-        if draft and engine.strict and engine.strict <= draft.gamma:
-            raise ValueError(
-                f"strict pads to {engine.strict} tokens a row, but γ = {draft.gamma} verifies more"
-            )
-        if mode == "sparse":
-            if draft is None:
-                raise ValueError("mode sparse needs a draft")
-            draft.check_unverified()
-        self.engine = engine
-        self.model = engine.model
+        _check(draft, mode, context.strict)
+        self.context = context
+        self.model = context.model
         self.draft = draft
         self.mode = mode
-        self.gamma = draft.gamma if draft else 0  # of each round; at most, once there is a pace
+        self.gamma = draft.gamma if draft else 0  # of each round; the maximum under a schedule
         self.gamma_schedule: GammaSchedule | None = None
-        # (accepted tokens, refusals) of each. Dense rounds show nothing and push out those that
-        # have closed the gate: it opens again with what is expected, for `ROUNDS` of `LATELY`
-        # rounds if they are as bad
-        self.lately: deque[FirstTokens] = deque(maxlen=LATELY)
-        generator = torch.Generator(self.model.device).manual_seed(engine.seed)
-        self.slots = Slots.empty(self.model, engine.max_num_seqs, generator, engine.strict)
-        self.slots.view = _view_of(draft)
-        if draft and draft.model:
-            self.slots.draft = engine.drafter(draft).new_cache(engine.max_num_seqs)
-        self.rows: list[Row | None] = [None] * engine.max_num_seqs
-        # the list, not the batch: in a circle the caches would stay until Python looks for circles
+        self.recent_rounds: deque[FirstTokens] = deque(maxlen=RECENT_ROUNDS)
+        self.rounds_since_refresh = 0
+        self.slots = self._empty_slots()
+        self.rows: list[Row | None] = [None] * context.max_num_seqs
+        # pass the list, not self: a reference cycle would keep the caches alive until the garbage
+        # collector runs
         self.prefill = Prefill(
-            engine, slots=self.slots, draft=draft, prepare=prepare, rows=self.rows
+            context, slots=self.slots, draft=draft, prepare=prepare, rows=self.rows
         )
-        self.unseen = 0  # rounds since drafts chose again
-        self.captured = (
-            CapturedRounds(self.slots, recorder)
-            if (recorder := graph_recorder(self.model))
-            else None
-        )
-        self.slots.headroom = max(self.gamma + 1, engine.strict) if self.captured else 0
+        recorder = graph_recorder(self.model)
+        self.captured = CapturedRounds(self.slots, recorder) if recorder else None
+        self.slots.headroom = max(self.gamma + 1, context.strict) if self.captured else 0
 
-    def run(self, waiting: Iterator[Request | GammaSchedule | None]) -> Iterator[Result]:
-        admission: Pieces | None = None
+    def _empty_slots(self) -> Slots:
+        context = self.context
+        count = context.max_num_seqs
+        generator = torch.Generator(self.model.device).manual_seed(context.seed)
+        slots = Slots.empty(self.model, count, generator, context.strict)
+        slots.prefix = context.prefixes.cache
+        slots.view = view_of(self.draft)
+        if self.draft is not None and self.draft.model:
+            slots.draft = context.draft_models.get(self.draft).new_cache(count)
+        return slots
+
+    # ------------------------------------------------------------------------------------ admission
+
+    def run(self, requests: Iterator[Request | GammaSchedule | None]) -> Iterator[Result]:
+        """Answer a stream of requests; see `Engine.run`."""
+        admission: Admission | None = None
         slot = 0
         more = True
-        while more or admission or any(self.rows):
-            late = False
+        while more or admission or self.running:
+            no_request_yet = False
             if admission is None and more and None in self.rows:
                 slot = self.rows.index(None)
-                offered = self._offered(waiting)
-                more = offered is not _END
-                late = offered is None
-                admission = (
-                    self.prefill.admit(offered, slot) if isinstance(offered, Request) else None
-                )
-            if admission is not None and (arrived := self._chunk(admission)) is not None:
-                admission = None
-                if isinstance(arrived, Result):
-                    yield arrived
-                else:
-                    self.rows[slot] = arrived
+                request = self._next_request(requests)
+                more = request is not _END
+                no_request_yet = request is None
+                if isinstance(request, Request):
+                    admission = self.prefill.admit(request, slot)
+            if admission is not None:
+                admitted = advance(admission)
+                if admitted is not None:
+                    admission = None
+                if isinstance(admitted, Result):
+                    yield admitted
+                elif admitted is not None:
+                    self.rows[slot] = admitted
                     self.update_slots()
-            comes = admission is not None or (more and not late and None in self.rows)
-            if any(self.rows) and not comes:
+            can_admit = more and not no_request_yet and None in self.rows
+            if self.running and admission is None and not can_admit:
                 yield from self._round()
-            elif late:
+            elif no_request_yet:
                 time.sleep(IDLE)
 
-    def _offered(self, waiting: Iterator[Request | GammaSchedule | None]) -> object:
-        """The next of a stream, `_END` if there is none; a pace is taken on the way."""
-        while isinstance(offered := next(waiting, _END), GammaSchedule):
-            if offered.max_gamma > self.gamma:
+    def _next_request(self, requests: Iterator[Request | GammaSchedule | None]) -> object:
+        """The stream's next request, None if there is none yet, `_END` behind the last one.
+
+        A gamma schedule on the way is put in force.
+        """
+        while True:
+            item = next(requests, _END)
+            if not isinstance(item, GammaSchedule):
+                return item
+            if item.max_gamma > self.gamma:
                 raise ValueError(
-                    f"a pace of up to {offered.max_gamma} tokens a round needs a draft of that γ at least"
+                    f"a gamma schedule of up to {item.max_gamma} tokens a round needs a draft of"
+                    f" at least that γ; the draft's is {self.gamma}"
                 )
-            self.gamma_schedule = offered
-        return offered
+            self.gamma_schedule = item
 
     def prefill_slots(self, requests: Sequence[Request]) -> float:
-        """Fills the first slots and runs no round, for callers who run rounds themselves; returns
-        the seconds it took behind the vision tower.
+        """Fill the first slots and run no round, for callers that run rounds themselves.
+
+        Returns:
+            Seconds of prefill, without the vision tower.
 
         Raises:
             ValueError: a request ended at its first token.
         """
         for slot, request in enumerate(requests):
-            pieces = self.prefill.admit(request, slot)
-            arrived = None
-            while arrived is None:
-                arrived = self._chunk(pieces)
-            if isinstance(arrived, Result):
+            row = self.admit(request, slot)
+            if isinstance(row, Result):
                 raise ValueError(
-                    f"request {request.request_id!r} ended at once: {arrived.error or arrived.text!r}"
+                    f"request {request.request_id!r} ended at once: {row.error or row.text!r}"
                 )
-            self.rows[slot] = arrived
+            self.rows[slot] = row
         self.update_slots()
         return sum(row.prefill_s for row in self.rows if row is not None)
 
-    def _chunk(self, admission: Pieces) -> Row | Result | None:
-        """One piece of an admission's work; None if there is more to do."""
-        try:
-            next(admission)
-        except StopIteration as done:
-            return done.value
-        return None
+    def admit(self, request: Request, slot: int) -> Row | Result:
+        """Prefill a request into a slot, without interruption."""
+        admission = self.prefill.admit(request, slot)
+        while True:
+            admitted = advance(admission)
+            if admitted is not None:
+                return admitted
+
+    @property
+    def running(self) -> int:
+        """Running rows."""
+        return sum(row is not None for row in self.rows)
 
     def update_slots(self) -> None:
-        """What the slots' tensors say of who sits where, after a row has come or gone."""
+        """Rebuild the slots' tensors from the rows, after a row has entered or left."""
         slots = self.slots
         device = self.model.device
-        samplings = [row.rule if row is not None else None for row in self.rows]
+        samplings = [row.sampling if row is not None else None for row in self.rows]
         slots.samplings = samplings
         slots.sampling_state = SamplingState.of(samplings, slots.generator)
         slots.logits_processors = LogitsProcessors.of(samplings, slots.vocabulary, device)
         slots.active = torch.tensor([row is not None for row in self.rows], device=device)
-        most = (
-            max(len(rule.stop_ids) for rule in samplings if rule is not None)
-            if any(samplings)
-            else 0
-        )
-        stops = [
-            [*(rule.stop_ids if rule else ()), *[-1] * most][: max(most, 1)] or [-1]
-            for rule in samplings
-        ]
-        slots.stop_ids = torch.tensor(stops, device=device)
-        prefix_of_row = [row.prefix if row is not None else -1 for row in self.rows]
-        lengths = [p.length for p in self.prefill.prefixes]
+        slots.stop_ids = torch.tensor(_padded_stop_ids(samplings), device=device)
         slots.groups = PrefixGroups.from_lists(
-            prefix_of_row, lengths, device, bool(self.engine.strict or slots.headroom)
+            [row.prefix if row is not None else -1 for row in self.rows],
+            self.context.prefixes.lengths,
+            device,
+            bool(self.context.strict or slots.headroom),
         )
 
     # --------------------------------------------------------------------------------------- rounds
 
     def _round(self) -> Iterator[Result]:
+        """Run a round and yield the results of the rows that it finishes."""
         began = time.perf_counter()
-        gamma = self._gamma()
-        done = self._decoded(gamma).on_host()
-        seated = sum(row is not None for row in self.rows)
-        spent = (time.perf_counter() - began) / seated
-        self.engine.counters.rounds += 1
-        self.engine.counters.row_rounds += seated
-        decode = self.engine.checkpoint.decode
-        # rows whose first drafted token was accepted, or refused
-        finished = []
-        taken = 0
-        lost = 0
-        for slot, (row, (tokens, _, accepted, proposed, stopped, broken)) in enumerate(
-            zip(self.rows, done, strict=True)
-        ):
+        gamma = self._next_gamma()
+        outcomes = self._decode(gamma).on_host()
+        running = self.running
+        seconds = (time.perf_counter() - began) / running
+        self.context.counters.rounds += 1
+        self.context.counters.row_rounds += running
+        accepted = 0
+        rejected = 0
+        results = []
+        for slot, (row, outcome) in enumerate(zip(self.rows, outcomes, strict=True)):
             if row is None:
                 continue
-            row.decode_s += spent
-            row.written += tokens
-            row.drafted += gamma
-            if self.mode == "sparse":
-                accepted = proposed = 0
-            refused = accepted < proposed  # where a row's end cuts a round, both are what was kept
-            row.accept_counts[accepted] += 1
-            row.reject_counts[accepted] += refused
-            row.proposed += proposed
-            taken = taken + (accepted > 0)
-            lost = lost + (refused and not accepted)
-            if broken:
-                why = f"the model gave no finite logits after {len(row.written)} tokens"
-                finished.append(
-                    (slot, row.result("error", decode, RequestError("nan_logits", why)))
-                )
-            elif reason := row.ends(stopped, decode):
-                finished.append((slot, row.result(reason, decode)))
-        self.lately.append(FirstTokens(taken, lost))
-        for slot, _ in finished:
-            self.rows[slot] = None
-            for count in (
-                self.slots.length,
-                self.slots.draft_length,
-                self.slots.total,
-                self.slots.generated,
-            ):
-                count[slot] = 0
-        if finished:
+            row.record_round(outcome, gamma, seconds)
+            accepted += outcome.accepted > 0
+            rejected += outcome.rejected and outcome.accepted == 0
+            result = self._finished(row, outcome)
+            if result is not None:
+                results.append(result)
+                self.rows[slot] = None
+                self.slots.reset(slot)
+        self.recent_rounds.append(FirstTokens(accepted, rejected))
+        if results:
             self.update_slots()
-        yield from (result for _, result in finished)
+        yield from results
 
-    def _gamma(self) -> int:
-        """γ of the next round: by counts alone, so that the same requests in the same order give
-        the same rounds, on every rank."""
+    def _finished(self, row: Row, outcome: RowRound) -> Result | None:
+        """The row's result, if the round ended it."""
+        decode = self.context.checkpoint.decode
+        if outcome.broken:
+            message = f"the model gave no finite logits after {len(row.token_ids)} tokens"
+            return row.result("error", decode, RequestError("nan_logits", message))
+        reason = row.finish_reason(outcome.stopped, decode)
+        return row.result(reason, decode) if reason else None
+
+    def _next_gamma(self) -> int:
+        """γ of the next round.
+
+        It depends on counts only, not on times: the same requests in the same order give the same
+        rounds, on every rank.
+        """
         if self.gamma_schedule is None or self.mode == "sparse":
             return self.gamma
-        gamma = self.gamma_schedule.gamma(
-            sum(row is not None for row in self.rows), self.gamma_schedule.acceptance(self.lately)
-        )
-        # a dense step feeds no second model, whose cache would fall behind
+        acceptance = self.gamma_schedule.acceptance(self.recent_rounds)
+        gamma = self.gamma_schedule.gamma(self.running, acceptance)
+        # a dense step does not feed a second model, whose cache would fall behind
         return max(1, gamma) if self.slots.view == "draft_model" else gamma
 
-    def _decoded(self, gamma: int) -> Round:
-        self.unseen += 1
-        propose = self._drafting(gamma)
+    def _decode(self, gamma: int) -> Round:
+        self.rounds_since_refresh += 1
+        propose = self._proposer(gamma)
+        if self._refresh_is_due(gamma):
+            return self._refreshing_round(propose, gamma)
         if self.mode == "sparse":
-            one = partial(unverified_round, self.slots, propose, gamma)
-        elif self.draft is not None and gamma and 0 < self.draft.refresh <= self.unseen:
-            return self._looking(self.draft, propose, gamma)
+            body = partial(unverified_round, self.slots, propose, gamma)
         else:
-            one = partial(decode_round, self.model, self.slots, propose, gamma)
-        return self.captured.round(gamma, one) if self.captured else one()
+            body = partial(decode_round, self.model, self.slots, propose, gamma)
+        return self.captured.round(gamma, body) if self.captured else body()
 
-    def _looking(self, draft: Draft, propose: Proposer, gamma: int) -> Round:
-        """A round behind which drafts choose again."""
-        self.unseen = 0
-        look = look_of(self.rows, self.slots, gamma + 1)
-        done = decode_round(self.model, self.slots, propose, gamma, look=look)
-        if look is not None:
-            reselect(draft, self.slots, self.rows, look)
+    def _refresh_is_due(self, gamma: int) -> bool:
+        if self.draft is None or not self.draft.refresh or not gamma or self.mode == "sparse":
+            return False
+        return self.rounds_since_refresh >= self.draft.refresh
+
+    def _refreshing_round(self, propose: Proposer, gamma: int) -> Round:
+        """A round whose verification also selects the draft's entries anew."""
+        assert self.draft is not None
+        self.rounds_since_refresh = 0
+        probe = attention_probe_of(self.rows, self.slots, gamma + 1)
+        done = decode_round(self.model, self.slots, propose, gamma, look=probe)
+        if probe is not None:
+            reselect(self.draft, self.slots, self.rows, probe)
         return done
 
-    def _drafting(self, gamma: int) -> Proposer:
+    def _proposer(self, gamma: int) -> Proposer:
         if self.draft is None or not gamma:
             return partial(draft, self.model)
         if self.draft.policy == "ngram":
             return prompt_lookup
-        return partial(draft, self.engine.drafter(self.draft))
+        return partial(draft, self.context.draft_models.get(self.draft))
 
 
-def _view_of(draft: Draft | None) -> DraftView:
-    if draft is not None and draft.model:
-        return "draft_model"
-    return "target" if draft is None or draft.policy in ("full", "ngram") else "selected"
+def _check(draft: Draft | None, mode: Mode, strict: int) -> None:
+    """Raise ValueError if this draft cannot be used."""
+    if draft is not None and strict and strict <= draft.gamma:
+        raise ValueError(
+            f"strict pads to {strict} tokens a row, but γ = {draft.gamma} verifies more"
+        )
+    if mode == "sparse":
+        if draft is None:
+            raise ValueError("mode sparse needs a draft")
+        draft.check_unverified()
+
+
+def _padded_stop_ids(samplings: Sequence[ResolvedSampling | None]) -> list[list[int]]:
+    """(B, n) stop ids of each row, at least one column, padded with -1."""
+    stop_ids = [sampling.stop_ids if sampling is not None else () for sampling in samplings]
+    width = max(1, *map(len, stop_ids))
+    return [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids]

@@ -1,11 +1,13 @@
-"""Rounds as CUDA graphs: γ draft steps, verification, acceptance and commit are recorded once per
+"""Rounds as CUDA graphs: γ draft steps, verification, acceptance and commit are captured once per
 shape and replayed.
 
-A round waits for no length: lengths live on the device, kernels cover the caches' capacity, and the
-room that a row may ever need is made at its admission (`Slots.ahead`). A recording is bound to
-addresses: it is made per γ, number of slots and capacity of the caches, and the small tensors that
-change with who sits where are copied into ones that stay. What asks the host for something is not
-recorded: draws without a seed, refresh, processors of logits that `LogitsProcessors` lacks."""
+A captured round never waits for a length: lengths stay on the device, kernels cover the caches'
+capacity, and all the room that a row may need is reserved at its admission (`Slots.headroom`). A
+graph is bound to addresses. It is captured per γ, number of slots and capacity of the caches, and
+the small tensors that change with the running rows are copied into buffers that stay in place. A
+round that needs the host is not captured: sampling without a seed, refresh, and logits processors
+that `LogitsProcessors` does not support.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,9 @@ from typing import Any
 
 import torch
 
+from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import Round, Slots
-from std_core.kernels.shared.constants import SPLIT_SIZE
 from std_core.model.model import Model
-from std_core.types import Draft
 
 Body = Callable[[], Round]
 Replay = Callable[[], None]
@@ -27,11 +28,13 @@ Recorder = Callable[[Body], tuple[Replay, Round]]
 
 
 def graph_recorder(model: Model) -> Recorder | None:
-    """What records rounds of a model; None where none can be recorded."""
+    """Return what captures a model's rounds; None if they cannot be captured (no CUDA device, or
+    layers on several devices).
+    """
     if model.device.type != "cuda" or len(set(model.layer_devices)) > 1:
         return None
-    # recordings never run at the same time, and what one has given is read before the next one
-    # runs: together they take the memory of the widest
+    # One memory pool for all graphs: they never run at the same time, and the result of one is read
+    # before the next runs. So all together take the memory of the largest.
     return partial(_record, torch.cuda.graph_pool_handle())
 
 
@@ -43,99 +46,75 @@ def _record(pool: Any, body: Body) -> tuple[Replay, Round]:
 
 
 class CapturedRounds:
-    """The recorded rounds of some slots."""
+    """The captured rounds of a batch's slots."""
 
     def __init__(self, slots: Slots, record: Recorder):
         self.slots = slots
         self._record = record
-        self._stay: dict[Hashable, torch.Tensor] = {}  # by name and shape
+        self._buffers: dict[Hashable, torch.Tensor] = {}  # by name and shape
         self._rounds: dict[Hashable, tuple[Replay, Round] | None] = {}
         self._capacity: Hashable = None
 
     @torch.inference_mode()
-    def round(self, gamma: Hashable, body: Body) -> Round:
-        """Runs `body`, or what was recorded of it. The first of a shape runs as it is: it compiles
-        kernels and picks algorithms, which a recording may not.
+    def round(self, key: Hashable, body: Body) -> Round:
+        """Run `body`, or replay its graph.
+
+        The first round of a shape runs uncaptured: it compiles kernels and picks algorithms, which
+        is not allowed during capture.
 
         Args:
-            gamma: γ, and what else tells bodies of one shape apart.
+            key: γ, and whatever else distinguishes bodies of one shape.
         """
         slots = self.slots
-        if slots.sampling_state.fresh or slots.logits_processors is None:
+        processors = slots.logits_processors
+        if slots.sampling_state.fresh or processors is None:
             return body()
-        self._settle()
-        # what a round's course depends on besides numbers on the device
-        shapes = [
-            slots.groups.members.shape,
-            slots.stop_ids.shape,
-            slots.logits_processors.stop_ids.shape,
-        ]
-        logits_processors = slots.logits_processors
-        key = (
-            gamma,
-            slots.sampling_state.sampled,
-            logits_processors.penalises,
-            logits_processors.holds,
-            logits_processors.heats,
-            logits_processors.cuts,
-            *shapes,
-        )
-        if key not in self._rounds:
-            self._rounds[key] = None
+        self._move_to_buffers()
+        shape = (key, *self._control_flow(processors))
+        if shape not in self._rounds:
+            self._rounds[shape] = None
             return body()
-        found = self._rounds[key]
-        if found is None:
-            found = self._rounds[key] = self._record(body)
-        replay, done = found
+        captured = self._rounds[shape]
+        if captured is None:
+            captured = self._rounds[shape] = self._record(body)
+        replay, done = captured
         replay()
         return done
 
-    def _settle(self) -> None:
-        """Brings what changes with the rows to where recordings look for it, and forgets those of
-        smaller caches."""
+    def _control_flow(self, processors: LogitsProcessors) -> tuple[Hashable, ...]:
+        """What a round's control flow depends on, besides numbers on the device."""
+        return (
+            self.slots.sampling_state.sampled,
+            processors.flags,
+            processors.stop_ids.shape,
+            self.slots.groups.members.shape,
+            self.slots.stop_ids.shape,
+        )
+
+    def _move_to_buffers(self) -> None:
+        """Copy what changes with the running rows to the addresses that graphs read; drop graphs
+        of smaller caches.
+        """
         slots = self.slots
-        caches = slots.prefix.capacity, slots.suffix.capacity, slots.draft.capacity
-        if (capacity := (*caches, slots.history.shape[1])) != self._capacity:
+        caches = (slots.prefix, slots.suffix, slots.draft)
+        capacity = (*(cache.capacity for cache in caches), slots.history.shape[1])
+        if capacity != self._capacity:
             self._capacity = capacity
             self._rounds.clear()
         for name in ("active", "stop_ids"):
-            setattr(slots, name, self._staying(name, getattr(slots, name)))
+            setattr(slots, name, self._buffered(name, getattr(slots, name)))
         for name in ("groups", "sampling_state", "logits_processors"):
-            setattr(slots, name, self._all_staying(name, getattr(slots, name)))
+            setattr(slots, name, self._record_in_buffers(name, getattr(slots, name)))
 
-    def _all_staying(self, name: str, record: Any) -> Any:
-        """A frozen dataclass whose tensors stay where those of the first of their shape were."""
+    def _record_in_buffers(self, name: str, record: Any) -> Any:
+        """A frozen dataclass with its tensors moved to buffers."""
         tensors = {field: x for field, x in vars(record).items() if isinstance(x, torch.Tensor)}
-        return replace(
-            record, **{field: self._staying(f"{name}.{field}", x) for field, x in tensors.items()}
-        )
+        moved = {field: self._buffered(f"{name}.{field}", x) for field, x in tensors.items()}
+        return replace(record, **moved)
 
-    def _staying(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        kept = self._stay.setdefault((name, x.shape), x)
-        if kept is not x:
-            kept.copy_(x)
-        return kept
-
-
-def pool_bytes(
-    entry_bytes: int,
-    slots: int,
-    prompt: int,
-    shared: int,
-    visual: int,
-    limit: int,
-    draft: Draft | None,
-) -> int:
-    """Bytes of the caches of `slots` rows, each with a bucket's longest request: what a plan holds
-    to free memory. Not among them are those of a second model, and the numbers that a step works
-    on.
-
-    Args: entry_bytes: of one token's keys and values in all layers. prompt: tokens of it, of which
-        the first `shared` are in the prefix store and `visual` can be left out. limit: tokens that
-        a row may write.
-    """
-    spare = limit + (draft.gamma if draft else 0) + 1
-    entries = [shared, prompt - shared + spare]
-    if draft is not None and draft.policy not in ("full", "ngram") and not draft.model:
-        entries.append(prompt - visual + draft.budget(visual) + spare)
-    return slots * entry_bytes * sum(-(-n // SPLIT_SIZE) * SPLIT_SIZE for n in entries)
+    def _buffered(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """The buffer of that name and shape, with the tensor's values."""
+        buffer = self._buffers.setdefault((name, x.shape), x)
+        if buffer is not x:
+            buffer.copy_(x)
+        return buffer

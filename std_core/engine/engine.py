@@ -1,19 +1,20 @@
-"""The engine: a model, its slots, and what it did. What happens in the slots is in `batch.py`."""
+"""The engine: a loaded model, its slots, and what it keeps between runs.
+
+`batch.py` has what happens in the slots.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from std_core.engine.batch import Batch
-from std_core.engine.prefill import Prefix
-from std_core.model import sparsity
-from std_core.model.cache import KVCache
+from std_core.engine.context import EngineContext
+from std_core.engine.draft_models import DraftModels
+from std_core.engine.prefixes import PrefixStore
 from std_core.model.checkpoint import Checkpoint, ModelInputs
-from std_core.model.drafters import build_drafter, pair_drafter, step_weight_bytes
 from std_core.model.model import Model
 from std_core.model.tensor_parallel import SINGLE_RANK, join_group, unshardable_reason
 from std_core.types import Counters, Draft, GammaSchedule, Mode, Request, Result
@@ -23,18 +24,23 @@ from std_core.types import Counters, Draft, GammaSchedule, Mode, Request, Result
 class Engine:
     """A model and its slots.
 
-    Args: max_num_seqs: slots, rows that decode together. prefill_chunk: tokens of a prompt that are
-        prefilled at once, at most. seed: of draws by requests that sample and have no seed of their
-        own. keep_prefixes: what is known of a video outlives a run, for callers whose
-        `Request.video_id` names the same content
-            for as long as the engine lives.
-        strict: tokens per row to which every verification is padded; γ must be less. The same bits
-            then come out whatever drafts, γ below it, and who shares the batch, in bfloat16 too:
-            those of the dense loop with the same slots and `strict`. 0: each step as wide as it
-            needs to be.
+    Args:
+        max_num_seqs: slots, rows that decode together.
+        prefill_chunk: most tokens of a prompt that one forward pass prefills.
+        seed: of sampling by requests that have no seed of their own.
+        strict: tokens per row to which every verification is padded; γ must be less. The output
+            then has the same bits whatever drafts, at any γ below it, and whichever rows share the
+            batch, in bfloat16 too: those of the dense loop with the same slots and `strict`. 0: no
+            padding.
+        keep_prefixes: keep the prefix store between runs, for callers whose `Request.video_id`
+            names the same content as long as the engine lives.
+        counters: what the engine has done.
+        prefixes: the store that is kept between runs; made by the first run.
+        draft_models: made at construction.
 
-    Raises ValueError for `strict` on more than two ranks: the order in which their parts are summed
-    is not fixed."""
+    Raises:
+        ValueError: `strict` with more than two ranks, whose partial sums have no fixed order.
+    """
 
     model: Model
     checkpoint: Checkpoint
@@ -44,19 +50,18 @@ class Engine:
     strict: int = 0
     keep_prefixes: bool = False
     counters: Counters = field(default_factory=Counters)
-    prefixes: tuple[KVCache, list[Prefix]] | None = None  # those that are kept
-    thresholds: dict[float, dict[str, float]] = field(
-        default_factory=dict
-    )  # by the share of channels kept
-    drafters: dict[tuple[Any, ...], Model] = field(
-        default_factory=dict
-    )  # made when first asked for
+    prefixes: PrefixStore | None = None
+    draft_models: DraftModels = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.strict and self.model.tensor_parallel.size > 2:
+        ranks = self.model.tensor_parallel.size
+        if self.strict and ranks > 2:
             raise ValueError(
-                f"strict is for one or two ranks, not {self.model.tensor_parallel.size}: their sums' order varies"
+                f"strict is for one or two ranks, not {ranks}: the order in which the partial sums"
+                " of more ranks are added is not fixed"
             )
+        if self.draft_models is None:
+            self.draft_models = DraftModels(self.model, self.checkpoint)
 
     @classmethod
     def load(
@@ -72,41 +77,41 @@ class Engine:
         threads: int | None = None,
         **settings: int,
     ) -> Engine:
-        """An engine of a local folder, a hub id or a `.gguf` file.
+        """Load an engine from a local folder, a hub id or a `.gguf` file.
 
-        Args: dtype: `float32` or `bfloat16`. pipeline_parallel_size: devices over which the layers
-            are spread, from `device` on (`cuda` is `cuda:0`). tensor_parallel_size: processes that
-            share each layer; every one of them loads an engine, with its `rank`,
-                and runs the same requests with the same draft.
+        Args:
+            dtype: `float32` or `bfloat16`.
+            device: the first device (`cuda` is `cuda:0`).
+            pipeline_parallel_size: devices over which the layers are spread, from `device` on.
+            tensor_parallel_size: processes that share each layer. Each of them loads an engine with
+                its `rank` and runs the same requests with the same draft.
             address: where rank 0 listens for the others, `tcp://host:port`.
-            threads: CPU threads of this process; PyTorch's own choice if not given.
+            threads: CPU threads of this process; PyTorch's default if not given.
             settings: fields of `Engine`.
 
-        Raises: ValueError: the checkpoint cannot be loaded, is of an architecture that cannot be
-            driven, or has heads that
-                cannot be divided by `tensor_parallel_size`.
+        Raises:
+            ValueError: the checkpoint cannot be loaded, has an unsupported architecture, or has
+                heads that `tensor_parallel_size` does not divide.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         if tensor_parallel_size > 1 and pipeline_parallel_size > 1:
             raise ValueError(
-                "a rank of a tensor-parallel engine has one device: its layers cannot be spread over more"
+                "tensor_parallel_size and pipeline_parallel_size are both above 1: a rank has one"
+                " device, so its layers cannot be spread over several"
             )
         checkpoint = Checkpoint.load(path)
         if why := unshardable_reason(checkpoint.config, tensor_parallel_size):
             raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}: {why}")
         devices = devices_from(device, pipeline_parallel_size)
-        ranks = (
-            join_group(tensor_parallel_size, rank, address, device)
-            if tensor_parallel_size > 1
-            else SINGLE_RANK
-        )
+        ranks = SINGLE_RANK
+        if tensor_parallel_size > 1:
+            ranks = join_group(tensor_parallel_size, rank, address, device)
         model = Model.load(checkpoint, getattr(torch, dtype), *devices, ranks=ranks)
         return cls(model, checkpoint, **settings)  # type: ignore[arg-type]
 
     def resize(self, max_num_seqs: int) -> None:
-        """So many slots from the next run on. Where that is another number, what was kept of videos
-        is forgotten."""
+        """Set the number of slots for the next runs; a change drops the kept prefixes."""
         if max_num_seqs != self.max_num_seqs:
             self.max_num_seqs = max_num_seqs
             self.prefixes = None
@@ -119,67 +124,58 @@ class Engine:
         prepare: Callable[[Request], ModelInputs] | None = None,
         mode: Mode = "std",
     ) -> Iterator[Result]:
-        """Answers every request once, in the order in which they finish.
+        """Answer every request once, in the order in which they finish.
 
-        Args: requests: taken one by one, as slots become free; None says that there is none yet,
-            and rows go on. A pace
-                says how much is drafted from there on, until the next one does.
-            draft: what drafts, and γ; None decodes densely. With a pace γ is how much a round has
-                room for.
-            prepare: in place of the checkpoint's own `inputs`.
-            mode: `sparse` takes what is drafted for the answer, without a verification: lossy.
-
-        Raises:
-            ValueError: a draft that this model or mode cannot have, or a pace beyond its γ.
-        """
-        waiting = self.model.tensor_parallel.synchronize_requests(iter(requests))
-        yield from Batch(self, draft, prepare or self.checkpoint.preprocess, mode).run(waiting)
-
-    # ------------------------------------------------------------------------------------- drafters
-
-    def drafter(self, draft: Draft) -> Model:
-        """The model that drafts.
+        Args:
+            requests: taken one by one as slots become free. None: no request is available yet, and
+                the running rows continue. A gamma schedule is in force from there on, until the
+                next one.
+            draft: what drafts, and γ; None decodes densely. Under a gamma schedule γ is the
+                maximum.
+            prepare: makes a request's token ids and pixels; the checkpoint's own `inputs` if not
+                given.
+            mode: `sparse` outputs what is drafted, without verification: lossy.
 
         Raises:
-            ValueError: a second model that cannot be loaded or reads other tokens.
+            ValueError: the draft does not go with this model or mode, or a gamma schedule exceeds
+                its γ.
         """
-        key = (draft.depth, draft.channels, draft.weights, draft.model)
-        if key not in self.drafters:
-            base = self._second(draft.model) if draft.model else self.model
-            self.drafters[key] = build_drafter(base, draft, self.thresholds.get(draft.channels, {}))
-        return self.drafters[key]
+        synchronize_requests = self.model.tensor_parallel.synchronize_requests(iter(requests))
+        yield from self.new_batch(draft, prepare, mode).run(synchronize_requests)
 
-    def _second(self, path: str) -> Model:
-        second = Checkpoint.load(path)
-        second.check_can_draft_for(self.checkpoint)
-        return pair_drafter(
-            self.model, Model.load(second, self.model.dtype, str(self.model.device))
+    def new_batch(
+        self,
+        draft: Draft | None,
+        prepare: Callable[[Request], ModelInputs] | None = None,
+        mode: Mode = "std",
+    ) -> Batch:
+        """Empty slots for one run; see `run`."""
+        context = EngineContext(
+            model=self.model,
+            checkpoint=self.checkpoint,
+            draft_models=self.draft_models,
+            prefixes=self._prefix_store(),
+            counters=self.counters,
+            max_num_seqs=self.max_num_seqs,
+            prefill_chunk=self.prefill_chunk,
+            seed=self.seed,
+            strict=self.strict,
         )
+        return Batch(context, draft, prepare or self.checkpoint.preprocess, mode)
 
-    def weight_keep(self, draft: Draft | None) -> float:
-        """Bytes of weights that a draft step reads, over those of a step of the model."""
-        if draft is None:
-            return 1.0
-        return (
-            0.0
-            if draft.policy == "ngram"
-            else step_weight_bytes(self.drafter(draft)) / step_weight_bytes(self.model)
-        )
-
-    def uncalibrated(self, draft: Draft | None) -> bool:
-        """Whether the draft needs thresholds that no sample of activations has given yet."""
-        return draft is not None and draft.channels < 1 and draft.channels not in self.thresholds
-
-    def calibrate(self, draft: Draft, seen: dict[str, torch.Tensor]) -> None:
-        """Settles the thresholds of a share of channels from a sample of the projections'
-        inputs."""
-        self.thresholds[draft.channels] = sparsity.calibrate_thresholds(
-            self.model.decoder, seen, draft.channels
-        )
+    def _prefix_store(self) -> PrefixStore:
+        """The kept store, or an empty one."""
+        if self.keep_prefixes and self.prefixes is not None:
+            return self.prefixes
+        rows = self.max_num_seqs
+        store = PrefixStore(self.model.new_cache(rows), rows)
+        if self.keep_prefixes:
+            self.prefixes = store
+        return store
 
 
 def devices_from(device: str, count: int) -> list[str]:
-    """`count` devices of a kind, the given one first; of CPUs torch knows one."""
+    """`count` devices of a kind, `device` first; all CPUs are one device to torch."""
     if count == 1 or device == "cpu":
         return [device] * count
     kind, _, first = device.partition(":")

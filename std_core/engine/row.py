@@ -1,5 +1,4 @@
-"""The host's side of a slot: what a row has written, when it ends, and the result that it leaves
-as."""
+"""The host's record of a running row: what it has generated, when it ends, and its result."""
 
 from __future__ import annotations
 
@@ -8,66 +7,112 @@ from dataclasses import dataclass, field
 
 import torch
 
+from std_core.decoding.round import RowRound
 from std_core.decoding.token_sampling import ResolvedSampling
 from std_core.types import FinishReason, Request, RequestError, Result
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class DraftKV:
+    """The entries that were selected for a row's draft, by place in the draft cache.
+
+    Args:
+        candidates: (m_v,) positions in the prefix from which entries were selected.
+        start: place of the first selected entry in the row of the draft cache.
+        count: selected entries per layer and KV head.
+    """
+
+    candidates: torch.Tensor
+    start: int
+    count: int
 
 
 @dataclass
 class Row:
-    """A request in a slot. Filled at its prefill, moved on by rounds."""
+    """A request in a slot. Made by its prefill, updated by each round.
+
+    Args:
+        sampling: the request's sampling parameters, resolved for this checkpoint and prompt.
+        prefix: row of the prefix store; -1 for none.
+        prompt_tokens: visual ones included.
+        max_tokens: tokens that it may generate.
+        accept_counts: [i]: rounds in which i drafted tokens were accepted.
+        reject_counts: [i]: rounds among these in which at least one more token was proposed.
+        draft_kv: None if nothing was selected for the draft.
+    """
 
     request: Request
-    rule: ResolvedSampling
-    prefix: int  # row of the prefix store, -1 for none
-    prompt: int  # tokens, visual ones included
-    visual: int
-    limit: int  # tokens that it may write
+    sampling: ResolvedSampling
+    prefix: int
+    prompt_tokens: int
+    visual_tokens: int
+    max_tokens: int
     kv_keep: float
     weight_keep: float
     vision_s: float
     prefill_s: float
-    accept_counts: list[int]  # [i]: rounds in which i drafted tokens were accepted
-    reject_counts: list[int]  # [i]: of those the rounds in which one more was proposed
-    view: DraftKV | None = None
-    written: list[int] = field(default_factory=list)
+    accept_counts: list[int]
+    reject_counts: list[int]
+    draft_kv: DraftKV | None = None
+    token_ids: list[int] = field(default_factory=list)
     drafted: int = 0
     proposed: int = 0
     decode_s: float = 0.0
 
-    def ends(self, stopped: bool, decode: Callable[[list[int]], str]) -> FinishReason | None:
-        """Why a row ends here, if it does; cuts what was written at a stop text."""
-        if self.request.sampling.stop and (count := self._stop_text(decode)) is not None:
-            del self.written[count:]
-            return "stop"
+    def record_round(self, done: RowRound, gamma: int, seconds: float) -> None:
+        """Add a round's tokens and counts."""
+        self.decode_s += seconds
+        self.token_ids += done.tokens
+        self.drafted += gamma
+        self.proposed += done.proposed
+        self.accept_counts[done.accepted] += 1
+        self.reject_counts[done.accepted] += done.rejected
+
+    def finish_reason(self, stopped: bool, decode: Decode) -> FinishReason | None:
+        """Return why the row ends now, None if it goes on; cut its tokens behind a stop text.
+
+        Args:
+            stopped: the newest token is a stop id.
+        """
+        if self.request.sampling.stop:
+            count = self._tokens_to_stop_text(decode)
+            if count is not None:
+                del self.token_ids[count:]
+                return "stop"
         if stopped:
             return "stop"
-        return "length" if len(self.written) >= self.limit else None
+        return "length" if len(self.token_ids) >= self.max_tokens else None
 
-    def _stop_text(self, decode: Callable[[list[int]], str]) -> int | None:
-        """How many tokens it took until a stop text stood in the output."""
-        stop = self.request.sampling.stop
-        if not any(text in decode(self.written) for text in stop):
+    def _tokens_to_stop_text(self, decode: Decode) -> int | None:
+        """Smallest number of tokens whose text contains a stop text; None if there is none."""
+        if not self._has_stop_text(decode(self.token_ids)):
             return None
-        counts = range(max(1, self.request.sampling.min_tokens), len(self.written) + 1)
-        return next(
-            (n for n in counts if any(text in decode(self.written[:n]) for text in stop)), None
-        )
+        first = max(1, self.request.sampling.min_tokens)
+        for count in range(first, len(self.token_ids) + 1):
+            if self._has_stop_text(decode(self.token_ids[:count])):
+                return count
+        return None
+
+    def _has_stop_text(self, text: str) -> bool:
+        return any(stop in text for stop in self.request.sampling.stop)
 
     def result(
-        self,
-        reason: FinishReason,
-        decode: Callable[[list[int]], str],
-        error: RequestError | None = None,
+        self, reason: FinishReason, decode: Decode, error: RequestError | None = None
     ) -> Result:
-        text = decode(self.written)
-        ends = [at for stop in self.request.sampling.stop if (at := text.find(stop)) >= 0]
+        """The row's result; its text ends before the first stop text."""
+        text = decode(self.token_ids)
+        if reason == "stop":
+            found = [text.find(stop) for stop in self.request.sampling.stop]
+            text = text[: min((at for at in found if at >= 0), default=len(text))]
         return Result(
             request_id=self.request.request_id,
-            token_ids=self.written,
-            text=text[: min(ends)] if ends and reason == "stop" else text,
+            token_ids=self.token_ids,
+            text=text,
             finish_reason=reason,
-            num_prompt_tokens=self.prompt - self.visual,
-            num_visual_tokens=self.visual,
+            num_prompt_tokens=self.prompt_tokens - self.visual_tokens,
+            num_visual_tokens=self.visual_tokens,
             kv_keep=self.kv_keep,
             weight_keep=self.weight_keep,
             rounds=sum(self.accept_counts),
@@ -81,17 +126,3 @@ class Row:
             decode_s=self.decode_s,
             error=error,
         )
-
-
-@dataclass(frozen=True)
-class DraftKV:
-    """Where a draft's view of a row holds its chosen entries: `count` of them from place `at` on,
-    taken from `places` of the row's prefix."""
-
-    places: torch.Tensor  # (m_v,)
-    at: int
-    count: int
-
-    @property
-    def size(self) -> int:
-        return len(self.places)

@@ -19,7 +19,7 @@ from jobs.suites.shared import tiny_models, triton_interpreter
 from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import Round, Slots, decode_round, draft
 from std_core.engine import batch
-from std_core.engine.cuda_graphs import Body, Replay, pool_bytes
+from std_core.engine.cuda_graphs import Body, Replay
 from std_core.engine.engine import Engine
 from std_core.kernels.shared.constants import SPLIT_SIZE
 from std_core.types import Draft, GammaSchedule, Request, Sampling
@@ -215,7 +215,13 @@ def test_the_pools_take_what_was_foretold(llama: Engine, stand_in: StandIn) -> N
     entry = model.layers * model.kv_heads * model.head_dim * 2 * model.dtype.itemsize
     prompt = result.num_prompt_tokens + result.num_visual_tokens
     shared = prompt - 64  # of a prompt without a video all but its tail
-    assert taken == pool_bytes(
-        entry, 2, prompt, shared, visual=shared, limit=ASKED[2].sampling.max_tokens, draft=draft
+    assert taken == grid.cache_bytes(
+        entry,
+        2,
+        prompt=prompt,
+        shared=shared,
+        visual=shared,
+        limit=ASKED[2].sampling.max_tokens,
+        draft=draft,
     )
     assert taken % (entry * SPLIT_SIZE) == 0

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from std_core.decoding.accept import accept_equal
-from std_core.engine.batch import LATELY, Batch
+from std_core.engine.batch import RECENT_ROUNDS, Batch
 from std_core.engine.engine import Engine
 from std_core.kernels.cpu import loader
 from std_core.types import (
@@ -76,7 +76,7 @@ def texts(results: Iterator[Result]) -> Texts:
 def watched(patch: pytest.MonkeyPatch) -> Rounds:
     """Filled with all rounds from here on."""
     seen: Rounds = []
-    decoded = Batch._decoded
+    decoded = Batch._decode
 
     def noted(batch: Batch, gamma: int) -> object:
         done = decoded(batch, gamma)
@@ -89,7 +89,7 @@ def watched(patch: pytest.MonkeyPatch) -> Rounds:
         seen.append((len(rows), gamma, counts))
         return done
 
-    patch.setattr(Batch, "_decoded", noted)
+    patch.setattr(Batch, "_decode", noted)
     return seen
 
 
@@ -117,7 +117,7 @@ def test_a_gamma_schedule_looks_up_rows_and_acceptance(
 
 
 @given(
-    st.lists(st.builds(FirstTokens, st.integers(0, 9), st.integers(0, 3)), max_size=LATELY),
+    st.lists(st.builds(FirstTokens, st.integers(0, 9), st.integers(0, 3)), max_size=RECENT_ROUNDS),
     st.floats(0, 1),
 )
 def test_acceptance_is_the_expected_one_until_three_rounds_have_drafted(
@@ -271,7 +271,7 @@ def test_every_round_has_the_gamma_of_its_rows_and_of_what_was_seen(
     ]
     for number, (rows, gamma, _) in enumerate(once):
         lately = [count_accepted_rejected for _, _, count_accepted_rejected in once[:number]][
-            -LATELY:
+            -RECENT_ROUNDS:
         ]
         assert gamma == schedule.gamma(rows, schedule.acceptance(lately))
     assert sum(r.reject_counts[0] for r in first) == sum(refused for _, _, (_, refused) in once)
@@ -294,7 +294,7 @@ def test_a_gate_that_closes_opens_again_for_a_few_rounds(
     schedule = GammaSchedule(((0, 4),), 0.9)  # drafts where more than half is accepted
     asked = replace(requests[0], sampling=Sampling(100))
     list(engine.run([schedule, asked], Draft("full", gamma=4)))
-    cycle = [4] * MIN_DRAFTED_ROUNDS + [0] * (LATELY - MIN_DRAFTED_ROUNDS + 1)
+    cycle = [4] * MIN_DRAFTED_ROUNDS + [0] * (RECENT_ROUNDS - MIN_DRAFTED_ROUNDS + 1)
     gammas = [gamma for _, gamma, _ in rounds]
     assert len(gammas) == 99 and gammas[: 2 * len(cycle)] == 2 * cycle
     rounds.clear()

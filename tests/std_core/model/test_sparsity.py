@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from std_core.engine.draft_models import DraftModels
 from std_core.engine.engine import Engine
 from std_core.kernels.sparse_linear import sparsify
 from std_core.model.drafters import SparseLinear, build_drafter, projections
@@ -77,8 +78,10 @@ def test_activations_are_recorded_and_the_model_stays_as_it_was(engine: Engine) 
 def test_an_early_exit_leaves_channels_out_too(engine: Engine) -> None:
     """Thresholds are known only when the first prompt has been read; no drafter is made before."""
     draft = Draft("full", depth=0.5, channels=0.5)
-    engine = replace(engine, thresholds={}, drafters={})
+    engine = replace(engine, draft_models=DraftModels(engine.model, engine.checkpoint))
     result = next(engine.run([Request("a", "Describe this.", sampling=Sampling(3))], draft))
-    made = [m for m in engine.drafter(draft).decoder.modules() if isinstance(m, SparseLinear)]
-    assert len(made) == 7 * engine.drafter(draft).layers and result.error is None
+    made = [
+        m for m in engine.draft_models.get(draft).decoder.modules() if isinstance(m, SparseLinear)
+    ]
+    assert len(made) == 7 * engine.draft_models.get(draft).layers and result.error is None
     assert result.weight_keep < engine.weight_keep(Draft("full", depth=0.5))

@@ -1,7 +1,6 @@
-"""The decoding method: models, KV caches, selection of what a draft sees, acceptance, the decode
-loop, the engine.
+"""The decoding method: models, KV caches, draft views, acceptance, decode rounds, the engine.
 
-Knows nothing of Ray, files, URLs, Parquet or video codecs.
+Knows nothing of Ray, files, URLs, Parquet or video codecs. See `README.md`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """`sparse_to_dense`, when it is asked for: processes that only decode video import this package
-    without torch."""
+    """Import `sparse_to_dense` on first access.
+
+    Processes that only decode video import this package, and must not load torch.
+    """
     if name == "sparse_to_dense":
         from std_core.generate import sparse_to_dense
 

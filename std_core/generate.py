@@ -1,5 +1,6 @@
-"""The engine behind the signature of `generate`, for notebooks and for code that has loaded a
-Hugging Face model itself.
+"""The engine behind the signature of `generate`.
+
+For notebooks, and for code that has loaded a Hugging Face model itself.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class SparseToDense:
         max_tokens = max_new_tokens if max_new_tokens is not None else defaults.max_new_tokens
         if max_tokens is None:
             raise ValueError(
-                "max_new_tokens is missing: neither the call nor the generation configuration has one"
+                "max_new_tokens is missing: neither the call nor the generation configuration has"
+                " one"
             )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         self._check_window(int(mask.sum(1).max()), max_tokens)
@@ -115,7 +117,8 @@ class SparseToDense:
         window = self._engine.checkpoint.max_model_len
         if longest + max_tokens > window:
             raise ValueError(
-                f"{longest} tokens of prompt and max_new_tokens = {max_tokens}: the window holds {window}"
+                f"{longest} tokens of prompt and max_new_tokens = {max_tokens}: the window holds"
+                f" {window}"
             )
 
     def _run(self, rows: list[ModelInputs], sampling: Sampling, seed: int | None) -> list[Result]:
@@ -161,7 +164,7 @@ class _NoCheckpoint:
         return ""
 
 
-# ------------------------------------------------------------------- a processor's batch, row by row
+# ------------------------------------------------------------------ a processor's batch, row by row
 
 
 @dataclass(frozen=True)

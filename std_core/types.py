@@ -191,16 +191,18 @@ class Draft:
                 raise ValueError(f"{name} is {value}: 0 or more is needed")
         if self.refresh and (self.policy not in ("std", "snapkv") or self.model):
             raise ValueError(
-                "refresh selects again by attention: it needs policy std or snapkv, and no second model"
+                "refresh selects again by attention: it needs policy std or snapkv, and no second"
+                " model"
             )
         if self.channels < 1 and self.model:
             raise ValueError(
-                "channels are calibrated on the full model: they cannot be combined with a second model"
+                "channels are calibrated on the full model: they cannot be combined with a second"
+                " model"
             )
         if self.policy == "ngram" and (self.reads_fewer_weights or self.model):
             raise ValueError(
-                "ngram drafts without a model: it cannot be combined with depth, channels, weights or"
-                " model"
+                "ngram drafts without a model: it cannot be combined with depth, channels, weights"
+                " or model"
             )
 
     @property

@@ -1,6 +1,9 @@
-"""Our folder `kernels/` and Hugging Face's package of that name live side by side (transformers
-imports theirs as soon as its metadata is on the path; a regular module of ours under that name
-would break `import transformers`)."""
+"""The folder `kernels/` next to Hugging Face's package of the same name.
+
+transformers imports the package `kernels` as soon as its metadata is on the path. A regular module
+of ours under that name would break `import transformers`, so the folder is imported as
+`std_core.kernels` only.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,16 @@ import sys
 sys.path.insert(0, {root!r})          # what `ray job submit --working-dir .` does
 import transformers, kernels
 from transformers.utils.import_utils import is_kernels_available
-assert is_kernels_available(), "the stand-in is not seen"
+assert is_kernels_available(), "transformers does not find the stand-in"
 assert kernels.__file__.startswith({site!r}), kernels.__file__
 import torch
 from std_core.engine.engine import Engine
 from std_core.types import Draft, Request, Sampling
 import std_core.kernels.attention as ours
 assert ours.__file__.startswith({root!r}), ours.__file__
-asked = Request("a", "Describe this video.", torch.zeros(4, 84, 84, 3, dtype=torch.uint8), sampling=Sampling(4))
-(result,) = Engine.load({model!r}, max_num_seqs=1, threads=1).run([asked], Draft())
+frames = torch.zeros(4, 84, 84, 3, dtype=torch.uint8)
+request = Request("a", "Describe this video.", frames, sampling=Sampling(4))
+(result,) = Engine.load({model!r}, max_num_seqs=1, threads=1).run([request], Draft())
 assert result.error is None and result.token_ids
 print("captioned")
 """
@@ -38,7 +42,8 @@ class _Anything:
     def __getattr__(self, name): return _Anything()
     def __call__(self, *args, **kwargs): return args[0] if args else self
 
-CUDAProperties = Device = KernelizeFallback = LayerRepository = LocalLayerRepository = ROCMProperties = _Anything
+CUDAProperties = Device = KernelizeFallback = ROCMProperties = _Anything
+LayerRepository = LocalLayerRepository = _Anything
 FuncRepository = LocalFuncRepository = _Anything
 class Mode:
     TRAINING = INFERENCE = TORCH_COMPILE = 0
@@ -54,7 +59,7 @@ def use_kernelized_func(*functions): return lambda cls: cls
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """A distribution `kernels` of a version that transformers accepts."""
+    """A path with a distribution `kernels` of a version that transformers accepts."""
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
     package = tmp_path / "kernels"
@@ -70,19 +75,32 @@ def stand_in(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_caption_works_beside_hugging_faces_kernels(stand_in: Path) -> None:
-    code = CAPTION.format(root=str(ROOT), site=str(stand_in), model=str(ROOT / "conf/model/demo"))
-    done = subprocess.run(
+def run_python(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    """Run code in a new interpreter, in the repository root, with `path` on the import path."""
+    return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(stand_in)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def test_captions_with_hugging_faces_kernels_installed(stand_in: Path) -> None:
+    code = CAPTION.format(root=str(ROOT), site=str(stand_in), model=str(ROOT / "conf/model/demo"))
+    done = run_python(code, stand_in)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("captioned")
 
 
-def test_there_is_no_regular_package_of_that_name() -> None:
+def test_the_folder_is_no_regular_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("name", ["std_core.pipeline", "std_core.jobs", "std_core.kernels.kernels"])
+def test_std_core_reaches_nothing_else_of_the_repository(name: str) -> None:
+    """A second import path to the same file would define its exceptions twice."""
+    done = run_python(f"import std_core.kernels, {name}")
+    assert done.returncode == 1
+    assert f"ModuleNotFoundError: No module named '{name}'" in done.stderr

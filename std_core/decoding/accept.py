@@ -9,10 +9,10 @@ import torch
 
 
 def accept_equal(drafted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Count the leading drafted tokens that equal the full model's own choice (Sparse-to-Dense
-    §3.1).
+    """Count the leading drafted tokens that equal the full model's own choice.
 
-    For greedy rows, and for rows whose draft and full model sample with the same noise.
+    Sparse-to-Dense §3.1. For greedy rows, and for rows whose draft and full model sample with the
+    same noise.
 
     Args:
         drafted: (B, γ).

@@ -1,5 +1,4 @@
-"""The logits processors that requests can ask for, for all rows at once and with lengths on the
-device.
+"""Logits processors for all rows of a batch at once, with lengths on the device.
 
 Gives the same bits as `token_sampling.process_logits`, which applies transformers' own processors
 row by row.

@@ -74,7 +74,7 @@ class Slots:
     sampling_state: SamplingState
     groups: PrefixGroups
     generator: torch.Generator
-    vocabulary: int
+    vocab_size: int
     view: DraftView = "target"
     strict: int = 0
     logits_processors: LogitsProcessors | None = None
@@ -105,7 +105,7 @@ class Slots:
             sampling_state=SamplingState.of(samplings, generator),
             groups=PrefixGroups.from_lists([-1] * count, [], model.device),
             generator=generator,
-            vocabulary=model.vocab_size,
+            vocab_size=model.vocab_size,
             strict=strict,
         )
 
@@ -233,17 +233,17 @@ Proposer = Callable[[Slots, int], Drafted]
 
 @torch.inference_mode()
 def decode_round(
-    model: Model, slots: Slots, propose: Proposer, gamma: int, look: AttentionProbe | None = None
+    model: Model, slots: Slots, propose: Proposer, gamma: int, probe: AttentionProbe | None = None
 ) -> Round:
     """Advance all active rows by 1 to γ + 1 tokens.
 
     Args:
         gamma: γ; 0 is a dense step.
-        look: collects the attention that the verified tokens pay to the selectable entries.
+        probe: collects the attention that the verified tokens pay to the selectable entries.
     """
     slots.reserve(max(gamma + 1, slots.strict))
     drafted = propose(slots, gamma)
-    scores, broken = verify(model, slots, drafted.tokens, look)
+    scores, broken = verify(model, slots, drafted.tokens, probe)
     tokens, accepted = accept(slots, drafted, scores)
     return commit(slots, tokens, accepted, broken)
 
@@ -315,13 +315,13 @@ def prompt_lookup(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
     slots.history.scatter_(1, end + steps, tokens)
     if not slots.sampling_state.fresh:
         return Drafted(tokens)
-    return Drafted(tokens, F.one_hot(tokens, slots.vocabulary).float())
+    return Drafted(tokens, F.one_hot(tokens, slots.vocab_size).float())
 
 
 def verify(
-    model: Model, slots: Slots, drafted: torch.Tensor, look: AttentionProbe | None = None
+    model: Model, slots: Slots, drafted: torch.Tensor, probe: AttentionProbe | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the full model's scores after the last token and after each drafted one, in one step.
+    """Compute the full model's scores behind the last token and each drafted one, in one step.
 
     Args:
         drafted: (B, γ).
@@ -341,7 +341,7 @@ def verify(
         groups=slots.groups,
         mirror=mirror,
         fixed=slots.strict > 0,
-        look=look,
+        look=probe,
     )
     logits = model.step(tokens, positions, kv)[:, :width]
     # a sum is not finite if a term is not, and costs a fiftieth of testing each
@@ -374,10 +374,10 @@ def accept(
 def commit(
     slots: Slots, tokens: torch.Tensor, accepted: torch.Tensor, broken: torch.Tensor | None
 ) -> Round:
-    """Advance the lengths by the kept tokens: the accepted ones and the bonus, cut at a stop id and
-    at the row's limit.
+    """Advance the rows by their kept tokens.
 
-    Entries of rejected tokens lie behind the length and are overwritten by the next round.
+    Kept are the accepted tokens and the bonus, cut at a stop id and at the row's limit. Entries of
+    rejected tokens lie behind the length and are overwritten by the next round.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     stops = (tokens[..., None] == slots.stop_ids[:, None]).any(-1) & (places <= accepted[:, None])

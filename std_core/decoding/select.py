@@ -1,5 +1,6 @@
-"""Selection of the visual entries that a draft keeps: one function per policy, from attention mass
-to indices among the row's visual tokens.
+"""Selection of the visual entries that a draft keeps.
+
+One function per policy, from attention mass to indices among the row's visual tokens.
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ def _window(mass: torch.Tensor, draft: Draft, seed: int) -> torch.Tensor:
 
 
 def _nucleus(mass: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """SpecVLM: (K,) the smallest set with a share λ of the mass, at most K entries; filled up to K
-    at even steps through the other entries, in their order in time and space.
+    """SpecVLM stages I and II: (K,) indices.
+
+    The smallest set with a share λ of the mass, at most K entries; filled up to K at even steps
+    through the other entries, in their order in time and space.
     """
     budget = draft.budget(len(mass))
     order = mass.argsort(descending=True)

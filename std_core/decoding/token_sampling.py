@@ -149,9 +149,7 @@ class SamplingState:
         )
 
     def noise(self, places: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """(B, T, vocabulary) Gumbel noise: keyed by seed and place, or fresh, or 0 in greedy
-        rows.
-        """
+        """(B, T, vocabulary) Gumbel noise: keyed by seed and place, fresh, or 0 in greedy rows."""
         keyed = keyed_noise(self.seeds, self.seeded, places, vocabulary)
         uniform = torch.rand(keyed.shape, generator=self.generator, device=keyed.device)
         return keyed + gumbel_from_uniform(uniform.clamp_(min=1e-20)) * self.unseeded[:, None, None]

@@ -45,7 +45,7 @@ from std_core.types import (
 
 IDLE = 0.005  # s between two polls for a request while no row is running
 # Rounds from which a gamma schedule estimates acceptance. Dense rounds push old statistics out of
-# this window, so drafting is tried again: for `MIN_DRAFTED_ROUNDS` rounds if acceptance is still low.
+# this window, so drafting is tried again: for `MIN_DRAFTED_ROUNDS` rounds if acceptance stays low.
 RECENT_ROUNDS = 32
 _END = object()
 
@@ -186,7 +186,7 @@ class Batch:
         samplings = [row.sampling if row is not None else None for row in self.rows]
         slots.samplings = samplings
         slots.sampling_state = SamplingState.of(samplings, slots.generator)
-        slots.logits_processors = LogitsProcessors.of(samplings, slots.vocabulary, device)
+        slots.logits_processors = LogitsProcessors.of(samplings, slots.vocab_size, device)
         slots.active = torch.tensor([row is not None for row in self.rows], device=device)
         slots.stop_ids = torch.tensor(_padded_stop_ids(samplings), device=device)
         slots.groups = PrefixGroups.from_lists(
@@ -269,7 +269,7 @@ class Batch:
         assert self.draft is not None
         self.rounds_since_refresh = 0
         probe = attention_probe_of(self.rows, self.slots, gamma + 1)
-        done = decode_round(self.model, self.slots, propose, gamma, look=probe)
+        done = decode_round(self.model, self.slots, propose, gamma, probe=probe)
         if probe is not None:
             reselect(self.draft, self.slots, self.rows, probe)
         return done

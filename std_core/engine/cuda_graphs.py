@@ -1,7 +1,7 @@
-"""Rounds as CUDA graphs: γ draft steps, verification, acceptance and commit are captured once per
-shape and replayed.
+"""Rounds as CUDA graphs.
 
-A captured round never waits for a length: lengths stay on the device, kernels cover the caches'
+γ draft steps, verification, acceptance and commit are captured once per shape and replayed. A
+captured round never waits for a length: lengths stay on the device, kernels cover the caches'
 capacity, and all the room that a row may need is reserved at its admission (`Slots.headroom`). A
 graph is bound to addresses. It is captured per γ, number of slots and capacity of the caches, and
 the small tensors that change with the running rows are copied into buffers that stay in place. A
@@ -28,8 +28,9 @@ Recorder = Callable[[Body], tuple[Replay, Round]]
 
 
 def graph_recorder(model: Model) -> Recorder | None:
-    """Return what captures a model's rounds; None if they cannot be captured (no CUDA device, or
-    layers on several devices).
+    """Return what captures a model's rounds; None if they cannot be captured.
+
+    Capturing needs all layers on one CUDA device.
     """
     if model.device.type != "cuda" or len(set(model.layer_devices)) > 1:
         return None
@@ -92,8 +93,9 @@ class CapturedRounds:
         )
 
     def _move_to_buffers(self) -> None:
-        """Copy what changes with the running rows to the addresses that graphs read; drop graphs
-        of smaller caches.
+        """Copy what changes with the running rows to the addresses that graphs read.
+
+        Graphs of smaller caches are dropped.
         """
         slots = self.slots
         caches = (slots.prefix, slots.suffix, slots.draft)

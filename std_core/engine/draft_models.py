@@ -31,8 +31,9 @@ class DraftModels:
     models: dict[tuple[Any, ...], Model] = field(default_factory=dict)
 
     def get(self, draft: Draft) -> Model:
-        """Return the model that computes a draft's logits; the target itself if it reads all
-        weights.
+        """Return the model that computes a draft's logits.
+
+        It is the target itself if the draft reads all weights.
 
         Raises:
             ValueError: the second model cannot be loaded, or has another tokenizer.
@@ -62,8 +63,10 @@ class DraftModels:
         return draft is not None and draft.channels < 1 and draft.channels not in self.thresholds
 
     def calibrate(self, draft: Draft, activations: dict[str, torch.Tensor]) -> None:
-        """Set the thresholds of a draft's share of channels from recorded inputs of the
-        projections.
+        """Set the thresholds of a draft's share of channels.
+
+        Args:
+            activations: recorded inputs of the projections, (rows, in) by the projection's name.
         """
         self.thresholds[draft.channels] = sparsity.calibrate_thresholds(
             self.target.decoder, activations, draft.channels

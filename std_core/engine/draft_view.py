@@ -1,5 +1,6 @@
-"""What a row's draft reads besides the caches of the full model: the selected entries of the
-prefix, or the cache of a second model.
+"""What a row's draft reads besides the full model's caches.
+
+Selected entries of the prefix, copied into the draft cache, or a second model's own entries.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ class DraftViewBuilder:
     def entries(self, prompt: Prompt) -> int:
         """Entries per layer and KV head that the draft cache will hold for a prompt."""
         assert self.draft is not None
-        selectable_positions = len(prompt.inputs.selectable_positions)
-        kept = selectable_positions
-        if selectable_positions and self.draft.policy != "full":
-            kept = self.draft.budget(selectable_positions)
-        return prompt.length - selectable_positions + kept
+        selectable = len(prompt.inputs.selectable_positions)
+        kept = selectable
+        if selectable and self.draft.policy != "full":
+            kept = self.draft.budget(selectable)
+        return prompt.length - selectable + kept
 
     def build(
         self, prompt: Prompt, slot: int, prefix: int, mass: Sequence[torch.Tensor]
@@ -95,52 +96,54 @@ class DraftViewBuilder:
 
     def _positions(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions in the prefix that can be selected, and those that are always kept."""
-        selectable_positions = prompt.inputs.selectable_positions.to(self.model.device)
+        selectable = prompt.inputs.selectable_positions.to(self.model.device)
         always = torch.ones(prompt.prefix_length, dtype=torch.bool, device=self.model.device)
-        always[selectable_positions] = False
-        return selectable_positions, always.nonzero()[:, 0]
+        always[selectable] = False
+        return selectable, always.nonzero()[:, 0]
 
-    # --------------------------------------------------------------------- entries of the full model
+    # -------------------------------------------------------------------- entries of the full model
 
     def _gather(
         self, prompt: Prompt, slot: int, prefix: int, selected: list[torch.Tensor]
     ) -> BuiltView:
         """Copy the kept entries of the prefix, and all of the suffix, into the draft cache."""
         slots = self.slots
-        selectable_positions, always = self._positions(prompt)
+        selectable, always = self._positions(prompt)
         slots.draft.reserve(self.entries(prompt))
         entries = 0
         for layer in range(self.model.layers):
             kept = always.expand(self.model.kv_heads, -1)
             if selected:
-                chosen = selectable_positions[selected[layer].to(selectable_positions.device)]
+                chosen = selectable[selected[layer].to(selectable.device)]
                 kept = torch.cat([kept, chosen], dim=1)
             shared = slots.prefix.row(layer, max(prefix, 0), prompt.prefix_length)
             suffix = slots.suffix.row(layer, slot, prompt.length - prompt.prefix_length)
             entries = gather_draft_kv(slots.draft, slot, layer, shared, kept=kept, own=suffix)
         slots.draft_length[slot] = entries
         count = selected[0].shape[1] if selected else 0
-        return BuiltView(entries, DraftKV(selectable_positions, start=len(always), count=count))
+        return BuiltView(entries, DraftKV(selectable, start=len(always), count=count))
 
     # ------------------------------------------------------------------------------ a second model
 
     def _kept_by_second_model(self, prompt: Prompt, selected: list[torch.Tensor]) -> torch.Tensor:
-        """Positions of the prefix that the second model sees: one set for all its layers, that of
-        the first layer's first KV head.
+        """Positions of the prefix that the second model is fed.
+
+        It is fed one set of tokens: what was selected for the target's first layer and KV head.
         """
-        selectable_positions, always = self._positions(prompt)
-        chosen = selectable_positions
+        selectable, always = self._positions(prompt)
+        chosen = selectable
         if selected:
             # ranks hold different heads; all take rank 0's selection
-            first_head = selected[0][0].to(selectable_positions.device)
-            chosen = selectable_positions[self.model.tensor_parallel.broadcast(first_head)]
+            first_head = selected[0][0].to(selectable.device)
+            chosen = selectable[self.model.tensor_parallel.broadcast(first_head)]
         return torch.cat([always, chosen]).sort().values
 
     def _prefill_second_model(
         self, draft: Draft, prompt: Prompt, slot: int, kept: torch.Tensor
     ) -> Generator[None, None, int]:
-        """Prefill the second model with the kept prefix and the suffix, at their true positions;
-        returns its entries.
+        """Prefill the second model with the kept prefix and the suffix, at their true positions.
+
+        Returns the number of its entries.
         """
         second = self.context.draft_models.get(draft)
         inputs = prompt.inputs

@@ -137,9 +137,7 @@ class Prefill:
         )
 
     def _reserve(self, prompt: Prompt, max_tokens: int) -> None:
-        """Make room for all entries that a row may ever write, where rounds make no room
-        themselves.
-        """
+        """Make room for all entries that a row may ever write, if rounds make none themselves."""
         slots = self.slots
         if not slots.headroom:
             return

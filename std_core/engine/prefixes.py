@@ -68,8 +68,9 @@ class PrefixStore:
         return None
 
     def allocate(self, length: int, in_use: Set[int]) -> int:
-        """Evict the prefix filled longest ago that is not in use; return its row, with room for
-        `length` entries.
+        """Return a store row with room for `length` entries.
+
+        Evicts the prefix filled longest ago that is not in use.
         """
         row = self._oldest_free(in_use)
         self.prefixes[row] = Prefix(length=length)

@@ -37,8 +37,9 @@ def attention_probe_of(
 
 
 def reselect(draft: Draft, slots: Slots, rows: Sequence[Row | None], probe: AttentionProbe) -> None:
-    """Replace each row's selected entries by those with the largest attention now, as many as
-    before.
+    """Replace each row's selected entries by those with the largest attention now.
+
+    Their number stays the same.
 
     Args:
         probe: after a verification; its mass is per layer (B, KV heads, m), m the most candidates

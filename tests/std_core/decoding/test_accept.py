@@ -14,19 +14,22 @@ DRAWS = 40_000
 def test_accept_equal_counts_the_leading_equal_tokens(rows: int, gamma: int, rng) -> None:
     drafted = [[rng.randint(0, 2) for _ in range(gamma)] for _ in range(rows)]
     target = [[rng.randint(0, 2) for _ in range(gamma + 1)] for _ in range(rows)]
-    wanted = []
+    expected = []
     for d, t in zip(drafted, target, strict=True):
         n = 0
         while n < gamma and d[n] == t[n]:
             n += 1
-        wanted.append(n)
-    got = accept_equal(torch.tensor(drafted).reshape(rows, gamma), torch.tensor(target))
-    assert got.tolist() == wanted
+        expected.append(n)
+    n = accept_equal(torch.tensor(drafted).reshape(rows, gamma), torch.tensor(target))
+    assert n.tolist() == expected
 
 
 def distribution_error(broken: bool) -> float:
-    """χ² per degree of freedom of the first two tokens that speculative sampling writes, against
-    the full model's."""
+    """χ² per degree of freedom of the first two tokens, against the full model's distribution.
+
+    Args:
+        broken: accept with the wrong q.
+    """
     rng = torch.Generator().manual_seed(3)
     vocabulary = 5
     gamma = 2
@@ -39,8 +42,7 @@ def distribution_error(broken: bool) -> float:
         [torch.multinomial(q[0, i], DRAWS, True, generator=rng) for i in range(gamma)], dim=1
     )
     n, tokens = accept_sampled(drafted, many_q if not broken else many_q.flip(-1), many_p, rng)
-    # where the first token was a rejection's, the second is the next round's: here drawn from p at
-    # once
+    # after a rejection the second token is the next round's: draw it from p
     fresh = torch.multinomial(p[0, 1], DRAWS, True, generator=rng)
     second = torch.where(n > 0, tokens[:, 1], fresh)
     counts = torch.bincount(tokens[:, 0] * vocabulary + second, minlength=vocabulary**2).double()
@@ -48,11 +50,12 @@ def distribution_error(broken: bool) -> float:
     return float(((counts - expected) ** 2 / expected).sum() / (vocabulary**2 - 1))
 
 
-def test_what_speculative_sampling_writes_is_distributed_as_the_full_model_says() -> None:
-    assert distribution_error(broken=False) < 1.8  # p of a χ²(24) above 43: 0.01; the seed is fixed
+def test_speculative_sampling_has_the_full_models_distribution() -> None:
+    # χ²(24) is above 43 with a probability of 0.01; the seed is fixed
+    assert distribution_error(broken=False) < 1.8
 
 
-def test_the_statistic_would_tell_if_acceptance_were_wrong() -> None:
+def test_the_statistic_detects_wrong_acceptance() -> None:
     assert distribution_error(broken=True) > 20
 
 

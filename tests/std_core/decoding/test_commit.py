@@ -13,11 +13,11 @@ from std_core.model.cache import KVCache
 STOP = 9
 
 
-def slots_of(rows: int) -> Slots:
-    """Slots of a model that is nothing but its sizes."""
+def empty_slots(rows: int) -> Slots:
+    """Slots of a model that has sizes and nothing else."""
     model = SimpleNamespace(
         device="cpu",
-        vocabulary=10,
+        vocab_size=10,
         new_cache=lambda count: KVCache(
             ["cpu"], rows=count, kv_heads=1, head_dim=1, dtype=torch.float32
         ),
@@ -26,14 +26,16 @@ def slots_of(rows: int) -> Slots:
 
 
 @given(st.integers(1, 4), st.integers(0, 6), st.randoms(use_true_random=False))
-def test_commit_keeps_what_a_row_may_keep(rows: int, gamma: int, rng: random.Random) -> None:
-    """Against the same rule written for one row at a time."""
-    slots = slots_of(rows)
+def test_commit_keeps_accepted_tokens_up_to_a_stop_id_and_the_limit(
+    rows: int, gamma: int, rng: random.Random
+) -> None:
+    """Against the same rule, one row at a time."""
+    slots = empty_slots(rows)
     length = torch.tensor([rng.randint(1, 50) for _ in range(rows)])
-    left = torch.tensor([rng.randint(1, 9) for _ in range(rows)])
+    remaining = torch.tensor([rng.randint(1, 9) for _ in range(rows)])
     for count in (slots.length, slots.draft_length, slots.position, slots.total, slots.generated):
         count += length
-    slots.remaining += left
+    slots.remaining += remaining
     slots.active = torch.tensor([rng.random() < 0.8 for _ in range(rows)])
     slots.stop_ids = torch.full((rows, 1), STOP)
     slots.reserve_history(80)
@@ -46,19 +48,20 @@ def test_commit_keeps_what_a_row_may_keep(rows: int, gamma: int, rng: random.Ran
         new = tokens[row, : accepted[row] + 1].tolist() if slots.active[row] else []
         if STOP in new:
             new = new[: new.index(STOP) + 1]
-        new = new[: left[row]]
+        new = new[: remaining[row]]
         assert done.kept[row] == len(new)
         assert bool(done.stopped[row]) == (STOP in new)
-        assert slots.length[row] == length[row] + len(new) and slots.remaining[row] == left[
-            row
-        ] - len(new)
-        assert (
-            slots.position[row]
-            == slots.draft_length[row]
-            == slots.total[row]
-            == slots.generated[row]
-        )
-        assert slots.history[row, length[row] : slots.total[row]].tolist() == new
+        end = length[row] + len(new)
+        assert slots.remaining[row] == remaining[row] - len(new)
+        for count in (
+            slots.length,
+            slots.draft_length,
+            slots.position,
+            slots.total,
+            slots.generated,
+        ):
+            assert count[row] == end
+        assert slots.history[row, length[row] : end].tolist() == new
         if new:
             assert slots.last[row] == new[-1]
         assert done.accepted[row] <= done.proposed[row] <= gamma
@@ -71,22 +74,23 @@ def test_commit_keeps_what_a_row_may_keep(rows: int, gamma: int, rng: random.Ran
 def test_prompt_lookup_continues_the_newest_longest_match(
     texts: list[list[int]], gamma: int
 ) -> None:
-    slots = slots_of(len(texts))
+    slots = empty_slots(len(texts))
     slots.reserve_history(max(map(len, texts)) + gamma)
     for row, text in enumerate(texts):
         slots.history[row, : len(text)] = torch.tensor(text)
         slots.total[row] = len(text)
     drafted = prompt_lookup(slots, gamma).tokens
     for row, text in enumerate(texts):
-        wanted = [text[-1]] * gamma
-        for n in (3, 2, 1):
-            ends = (
-                [e for e in range(n, len(text)) if text[e - n : e] == text[-n:]]
-                if n < len(text)
-                else []
-            )
-            if ends:
-                known = text[ends[-1] :]
-                wanted = [known[i % len(known)] for i in range(gamma)]
-                break
-        assert drafted[row].tolist() == wanted
+        assert drafted[row].tolist() == continuation(text, gamma)
+
+
+def continuation(text: list[int], gamma: int) -> list[int]:
+    """What prompt lookup drafts, by search."""
+    for n in (3, 2, 1):
+        if n >= len(text):
+            continue
+        matches = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]]
+        if matches:
+            following = text[matches[-1] :]
+            return [following[i % len(following)] for i in range(gamma)]
+    return [text[-1]] * gamma

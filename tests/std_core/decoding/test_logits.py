@@ -1,4 +1,4 @@
-"""Processors for all rows at once against transformers' own, row by row."""
+"""Batched logits processors against transformers' own, row by row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def samplings(draw: st.DrawFn) -> ResolvedSampling | None:
     if draw(st.integers(0, 4)) == 0:
         return None
-    asked = [
+    processors = [
         RepetitionPenaltyLogitsProcessor(draw(st.sampled_from([0.8, 1.05, 1.3]))),
         MinNewTokensLengthLogitsProcessor(
             5, draw(st.integers(1, 9)), draw(st.sampled_from([[3], [0, 7]]))
@@ -34,7 +34,7 @@ def samplings(draw: st.DrawFn) -> ResolvedSampling | None:
         TopKLogitsWarper(draw(st.sampled_from([1, 5, 40, 500]))),
         TopPLogitsWarper(draw(st.sampled_from([0.001, 0.5, 0.95, 1.0]))),
     ]
-    some = [processor for processor in asked if draw(st.booleans())]
+    some = [processor for processor in processors if draw(st.booleans())]
     return ResolvedSampling(LogitsProcessorList(some), (3,), True, 1)
 
 
@@ -45,26 +45,26 @@ def samplings(draw: st.DrawFn) -> ResolvedSampling | None:
     st.booleans(),
     st.integers(0, 2**31),
 )
-def test_all_rows_at_once_are_transformers_own(
-    asked: list[ResolvedSampling | None], width: int, coarse: bool, seed: int
+def test_batched_scores_equal_transformers(
+    rows: list[ResolvedSampling | None], width: int, coarse: bool, seed: int
 ) -> None:
     """Coarse scores have ties."""
     rng = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(asked), width, 60, generator=rng) * 3
+    logits = torch.randn(len(rows), width, 60, generator=rng) * 3
     logits = logits.round() if coarse else logits
-    history = torch.randint(0, 60, (len(asked), 30), generator=rng)
-    lengths = torch.randint(1, 30 - width, (len(asked),), generator=rng)
-    logits_processors = LogitsProcessors.of(asked, 60, CPU)
-    assert logits_processors is not None
-    got = logits_processors.apply(logits.clone(), history, lengths)
-    want = process_logits(logits.clone(), asked, history, lengths)
+    history = torch.randint(0, 60, (len(rows), 30), generator=rng)
+    lengths = torch.randint(1, 30 - width, (len(rows),), generator=rng)
+    processors = LogitsProcessors.of(rows, 60, CPU)
+    assert processors is not None
+    scores = processors.apply(logits.clone(), history, lengths)
+    expected = process_logits(logits.clone(), rows, history, lengths)
     if coarse:  # of equal scores at the edge of the mass any may be cut
-        assert torch.equal(got.sort(-1).values, want.sort(-1).values)
+        assert torch.equal(scores.sort(-1).values, expected.sort(-1).values)
     else:
-        assert torch.equal(got, want)
+        assert torch.equal(scores, expected)
 
 
-def test_a_processor_that_is_not_known_is_left_to_transformers() -> None:
+def test_a_row_with_an_unsupported_processor_falls_back_to_transformers() -> None:
     other = ResolvedSampling(
         LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)]), (), False, None
     )

@@ -173,7 +173,7 @@ def test_no_family_asks_the_host(
     model = Engine.load(str(families(family))).model
     slots = grid.filled_slots(model, 1, 80)
     slots.headroom = 2
-    slots.logits_processors = LogitsProcessors.of(slots.samplings, slots.vocabulary, model.device)
+    slots.logits_processors = LogitsProcessors.of(slots.samplings, slots.vocab_size, model.device)
     with torch.inference_mode():
         body = partial(decode_round, model, slots, partial(draft, model), 1)
         with NoHost():

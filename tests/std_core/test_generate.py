@@ -1,5 +1,4 @@
-"""`sparse_to_dense(model).generate` against the model's own `generate`, with the processors' own
-batches."""
+"""`sparse_to_dense(model).generate` against the model's own `generate`, on processors' batches."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ def hf(name: str, families: Callable[[str], Path]) -> Any:
     return auto.from_pretrained(families(name), dtype=torch.float32)
 
 
-def picture(seed: int, *shape: int) -> torch.Tensor:
+def random_frames(seed: int, *shape: int) -> torch.Tensor:
+    """(*shape, 3, 56, 84) uint8."""
     return torch.randint(
         0,
         256,
@@ -42,8 +42,9 @@ def picture(seed: int, *shape: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def batch(name: str, hf: Any, families: Callable[[str], Path]) -> dict[str, Any]:
-    """Three rows, padded on the left: a video, text alone, two videos (or prompts of three
-    lengths)."""
+    """Three rows, padded on the left: a video, text alone, two videos; three prompts of a text
+    model.
+    """
     processor = Checkpoint.load(str(families(name))).processor
     tokenizer = getattr(processor, "tokenizer", processor)
     tokenizer.padding_side = "left"
@@ -65,7 +66,7 @@ def batch(name: str, hf: Any, families: Callable[[str], Path]) -> dict[str, Any]
         )
         for c in content
     ]
-    clips = [picture(n, 4) for n in range(3)]
+    clips = [random_frames(n, 4) for n in range(3)]
     size: dict[str, Any] = {} if name == "llava_onevision" else {"do_resize": False}
     sampled = [{"total_num_frames": 4, "fps": 2.0, "frames_indices": [0, 1, 2, 3]}] * 3
     out = processor(
@@ -81,43 +82,43 @@ def batch(name: str, hf: Any, families: Callable[[str], Path]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("draft", [None, Draft("random", k=2, gamma=3)])
-def test_a_batch_is_answered_as_by_the_model_itself(
+def test_tokens_equal_the_models_own_generate(
     hf: Any, batch: dict[str, Any], draft: Draft | None
 ) -> None:
     fast = sparse_to_dense(hf, draft, max_num_seqs=2)
     ids = fast.generate(**batch, max_new_tokens=20)
-    assert torch.equal(
-        ids, hf.generate(**batch, max_new_tokens=20, do_sample=False)
-    )  # and it still can
+    # the model's own `generate` still works
+    assert torch.equal(ids, hf.generate(**batch, max_new_tokens=20, do_sample=False))
     assert [r.proposed > 0 for r in fast.results] == [True] * 3
 
 
-def test_images_of_rows_are_told_apart(name: str, hf: Any, families: Callable[[str], Path]) -> None:
+def test_each_row_has_its_own_images(name: str, hf: Any, families: Callable[[str], Path]) -> None:
     if name in TEXT:
-        pytest.skip("a text model sees no image")
+        pytest.skip("a text model takes no images")
     processor = Checkpoint.load(str(families(name))).processor
     processor.tokenizer.padding_side = "left"
-    images = [[picture(1)], [picture(5), picture(6)]]
+    images = [[random_frames(1)], [random_frames(5), random_frames(6)]]
     texts = [
         processor.apply_chat_template(
             [
                 {
                     "role": "user",
-                    "content": [{"type": "image"}] * len(shown)
-                    + [{"type": "text", "text": "What?"}],
+                    "content": [{"type": "image"}] * len(row) + [{"type": "text", "text": "What?"}],
                 }
             ],
             add_generation_prompt=True,
             tokenize=False,
         )
-        for shown in images
+        for row in images
     ]
     batch = processor(text=texts, images=images, padding=True, return_tensors="pt")
     ids = sparse_to_dense(hf).generate(**batch, max_new_tokens=12)
     assert torch.equal(ids, hf.generate(**batch, max_new_tokens=12, do_sample=False))
 
 
-def test_sampling_is_the_callers(hf: Any, families: Callable[[str], Path], name: str) -> None:
+def test_sampling_arguments_are_applied(
+    hf: Any, families: Callable[[str], Path], name: str
+) -> None:
     fast = sparse_to_dense(hf, Draft("std", keep=0.3))
     ids = torch.tensor(
         Checkpoint.load(str(families(name))).tokenizer(["a red square moves up"])["input_ids"]
@@ -131,13 +132,14 @@ def test_sampling_is_the_callers(hf: Any, families: Callable[[str], Path], name:
         fast.generate(ids, do_sample=False, **settings),
         hf.generate(ids, do_sample=False, **settings),
     )
-    drawn = [
-        fast.generate(ids, do_sample=True, seed=s, max_new_tokens=16).tolist() for s in (1, 1, 2)
+    sampled = [
+        fast.generate(ids, do_sample=True, seed=seed, max_new_tokens=16).tolist()
+        for seed in (1, 1, 2)
     ]
-    assert drawn[0] == drawn[1] != drawn[2]
+    assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_what_it_cannot_do_it_says(hf: Any, batch: dict[str, Any], name: str) -> None:
+def test_unsupported_arguments_are_refused(hf: Any, batch: dict[str, Any], name: str) -> None:
     fast = sparse_to_dense(hf)
     with pytest.raises(ValueError, match="max_new_tokens is missing"):
         fast.generate(**batch)

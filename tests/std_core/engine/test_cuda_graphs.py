@@ -1,10 +1,13 @@
-"""Rounds as they are recorded into CUDA graphs. Nothing can be recorded here; that a round asks the
-host for nothing, and that what it reads stays where it was, is held by a stand-in for the recorder,
-with the Triton kernels in Triton's interpreter."""
+"""Rounds as CUDA graphs, on a machine without a GPU.
+
+Nothing can be captured here. A stand-in for the recorder checks what capture requires: that a round
+never waits for the host, and that what it reads stays at its address. The Triton kernels run in
+Triton's interpreter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +25,10 @@ from std_core.engine import batch
 from std_core.engine.cuda_graphs import Body, Replay
 from std_core.engine.engine import Engine
 from std_core.kernels.shared.constants import SPLIT_SIZE
-from std_core.types import Draft, GammaSchedule, Request, Sampling
+from std_core.types import Draft, GammaSchedule, Request, Result, Sampling
 
-WAITS = (
+# operations that wait for the device, or copy from the host
+SYNCHRONIZING = (
     "_local_scalar_dense",
     "nonzero",
     "is_nonzero",
@@ -33,20 +37,17 @@ WAITS = (
     "unique",
     "lift_fresh",
 )
+Tokens = dict[str, list[int]]  # by request id
 
 
 class NoHost(TorchDispatchMode):
-    """Fails on what would wait for a GPU, or would bring it numbers from the host."""
+    """Fails on operations that would wait for a GPU or copy numbers to it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        assert not name.startswith(WAITS), f"a round calls {name}"
-        if name.startswith("index"):
-            masks = (
-                [i for i in args[1] if i is not None and i.dtype == torch.bool]
-                if isinstance(args[1], list)
-                else []
-            )
+        assert not name.startswith(SYNCHRONIZING), f"a round calls {name}"
+        if name.startswith("index") and isinstance(args[1], list):
+            masks = [i for i in args[1] if i is not None and i.dtype == torch.bool]
             assert not masks, f"a round calls {name} with a mask"
         return func(*args, **(kwargs or {}))
 
@@ -56,8 +57,8 @@ class NoHost(TorchDispatchMode):
             self.patch.setattr(torch.Tensor, name, _refuse(name))
         return super().__enter__()
 
-    def __exit__(self, *why: Any) -> None:
-        super().__exit__(*why)
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
         self.patch.undo()
 
 
@@ -68,53 +69,61 @@ def _refuse(name: str) -> Callable[..., Any]:
     return refuse
 
 
-class StandIn:
-    """In place of CUDA graphs: runs a round again, which may not wait and must find everything
-    where it was."""
+class StandInRecorder:
+    """In place of CUDA graphs: replays a round by running it again, under `NoHost`, and checks that
+    all addresses are still the same.
+    """
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-        self.slots: list[Slots] = []
+        self.recorded = 0
+        self.replayed = 0
+        self.slots: list[Slots] = []  # of each run
 
     def __call__(self, body: Body) -> tuple[Replay, Round]:
         slots = self.slots[-1]
-        done = {}
-        before = addresses(slots)
+        recorded_addresses = addresses(slots)
         result = Round(*(torch.empty(0) for _ in range(6)))
         self.recorded += 1
 
         def replay() -> None:
             self.replayed += 1
-            assert addresses(slots) == before, "what was recorded lies elsewhere now"
+            assert addresses(slots) == recorded_addresses, "what a graph reads has moved"
             with NoHost():
-                done.update(vars(body()))
-            vars(result).update(done)
+                done = body()
+            vars(result).update(vars(done))
 
         return replay, result
 
 
 def addresses(slots: Slots) -> list[int]:
-    caches = [
-        x for cache in (slots.prefix, slots.suffix, slots.draft) for x in (*cache.key, *cache.value)
-    ]
+    """Of the caches and of all small tensors that a round reads."""
     records = (slots, slots.groups, slots.sampling_state, slots.logits_processors)
     small = [x for record in records for x in vars(record).values() if isinstance(x, torch.Tensor)]
-    return [x.data_ptr() for x in (*caches, *small)]
+    return [x.data_ptr() for x in (*cache_tensors(slots), *small)]
+
+
+def cache_tensors(slots: Slots) -> list[torch.Tensor]:
+    caches = (slots.prefix, slots.suffix, slots.draft)
+    return [x for cache in caches for x in (*cache.key, *cache.value)]
+
+
+def tokens_by_id(results: Iterable[Result]) -> Tokens:
+    return {result.request_id: result.token_ids for result in results}
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    recorder = StandIn()
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRecorder]:
+    recorder = StandInRecorder()
     monkeypatch.setattr(batch, "graph_recorder", lambda model: recorder)
     empty = Slots.empty
 
-    def noted(*args: Any) -> Slots:
+    def recorded_empty(*args: Any) -> Slots:
         recorder.slots.append(empty(*args))
         return recorder.slots[-1]
 
-    monkeypatch.setattr(Slots, "empty", noted)
+    monkeypatch.setattr(Slots, "empty", recorded_empty)
     with triton_interpreter.triton_on_cpu():
-        yield recorder  # type: ignore[misc]
+        yield recorder
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +131,17 @@ def llama(families: Callable[[str], Path]) -> Engine:
     return Engine.load(str(families("llama")), max_num_seqs=2)
 
 
-LIVELY = Sampling(7, temperature=0.8, top_k=20, top_p=0.9, seed=3)
-ASKED = [
-    Request(
-        f"{n}",
-        " ".join(["red square", "blue circle moves", "the scene up", "left"][: 1 + n] * 14),
-        sampling=s,
-    )
-    for n, s in enumerate((Sampling(9, 2, repetition_penalty=1.2), Sampling(3), LIVELY))
+WORDS = ["red square", "blue circle moves", "the scene up", "left"]
+GREEDY = Request("1", " ".join(WORDS[:2] * 14), sampling=Sampling(3))
+SEEDED = Request(
+    "2",
+    " ".join(WORDS[:3] * 14),
+    sampling=Sampling(7, temperature=0.8, top_k=20, top_p=0.9, seed=3),
+)
+REQUESTS = [
+    Request("0", " ".join(WORDS[:1] * 14), sampling=Sampling(9, 2, repetition_penalty=1.2)),
+    GREEDY,
+    SEEDED,
 ]
 
 
@@ -138,38 +150,34 @@ ASKED = [
     [(None, "dense"), (Draft("std", keep=0.3, gamma=2), "std"), (Draft("ngram", gamma=2), "std")],
     ids=["dense", "std", "ngram"],
 )
-def test_a_recorded_round_asks_the_host_for_nothing(
+def test_a_replayed_round_does_not_wait_for_the_host(
     llama: Engine, request: pytest.FixtureRequest, draft: Draft | None, mode: Any
 ) -> None:
-    """And writes what the CPU's path writes: rows come and go, some have processors or draw with a
-    seed."""
-    want = {r.request_id: r.token_ids for r in llama.run(ASKED, draft, mode=mode)}
-    stand_in: StandIn = request.getfixturevalue("stand_in")
-    got = {r.request_id: r.token_ids for r in llama.run(ASKED, draft, mode=mode)}
-    assert got == want
-    assert 0 < stand_in.recorded <= stand_in.replayed
+    """It gives the CPU path's tokens, with rows that come and go, logits processors and seeds."""
+    expected = tokens_by_id(llama.run(REQUESTS, draft, mode=mode))
+    recorder: StandInRecorder = request.getfixturevalue("recorder")
+    assert tokens_by_id(llama.run(REQUESTS, draft, mode=mode)) == expected
+    assert 0 < recorder.recorded <= recorder.replayed
 
 
-def test_rounds_of_each_gamma_are_recorded_for_themselves(
-    llama: Engine, request: pytest.FixtureRequest
-) -> None:
-    """Dense ones too, in between, and all in the room that was made for the widest."""
-    asked = [replace(r, sampling=Sampling(n)) for r, n in zip(ASKED, (4, 24, 4), strict=True)]
-    want = {r.request_id: r.token_ids for r in llama.run(asked, None)}
-    stand_in: StandIn = request.getfixturevalue("stand_in")
-    one_dense_two_drafted = GammaSchedule(((0,), (1,)), 0.9)
-    results = list(llama.run([one_dense_two_drafted, *asked], Draft("random", k=1, gamma=3)))
-    assert {r.request_id: r.token_ids for r in results} == want
-    assert stand_in.slots[-1].headroom == 4
-    assert stand_in.recorded == 2 < stand_in.replayed
+def test_each_gamma_has_its_own_graph(llama: Engine, request: pytest.FixtureRequest) -> None:
+    """Dense rounds included; all in the room that was reserved for the largest γ."""
+    limits = (4, 24, 4)
+    limited = [replace(r, sampling=Sampling(n)) for r, n in zip(REQUESTS, limits, strict=True)]
+    expected = tokens_by_id(llama.run(limited, None))
+    recorder: StandInRecorder = request.getfixturevalue("recorder")
+    dense_if_alone = GammaSchedule(((0,), (1,)), 0.9)
+    results = list(llama.run([dense_if_alone, *limited], Draft("random", k=1, gamma=3)))
+    assert tokens_by_id(results) == expected
+    assert recorder.slots[-1].headroom == 4
+    assert recorder.recorded == 2 < recorder.replayed
     assert 0 < sum(r.drafted for r in results) < sum(r.rounds for r in results)
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_no_family_asks_the_host(
-    family: str, families: Callable[[str], Path], stand_in: StandIn
+def test_a_drafted_round_of_each_family_does_not_wait_for_the_host(
+    family: str, families: Callable[[str], Path], recorder: StandInRecorder
 ) -> None:
-    """One drafted round of each, under the guard."""
     model = Engine.load(str(families(family))).model
     slots = grid.filled_slots(model, 1, 80)
     slots.headroom = 2
@@ -181,9 +189,9 @@ def test_no_family_asks_the_host(
     assert done.kept.tolist() in ([1], [2])
 
 
-def test_the_guard_sees_what_waits() -> None:
+def test_the_guard_detects_synchronization() -> None:
     x = torch.arange(4)
-    for waits in (
+    for synchronizing in (
         lambda: int(x.max()),
         lambda: x[x > 1],
         lambda: x.tolist(),
@@ -192,36 +200,33 @@ def test_the_guard_sees_what_waits() -> None:
         lambda: torch.tensor([1, 2]),
     ):
         with NoHost(), pytest.raises(AssertionError, match="a round calls"):
-            waits()
+            synchronizing()
 
 
-def test_draws_without_a_seed_are_not_recorded(llama: Engine, stand_in: StandIn) -> None:
-    """A generator's state is the host's."""
-    asked = [replace(ASKED[1], sampling=Sampling(3, temperature=1.0))]
-    assert all(r.error is None for r in llama.run(asked, None))
-    assert stand_in.recorded == 0
+def test_rounds_with_unseeded_rows_are_not_captured(
+    llama: Engine, recorder: StandInRecorder
+) -> None:
+    """The state of their generator is on the host."""
+    unseeded = replace(GREEDY, sampling=Sampling(3, temperature=1.0))
+    assert all(r.error is None for r in llama.run([unseeded], None))
+    assert recorder.recorded == 0
 
 
-def test_the_pools_take_what_was_foretold(llama: Engine, stand_in: StandIn) -> None:
+def test_cache_bytes_are_predicted(llama: Engine, recorder: StandInRecorder) -> None:
     draft = Draft("std", keep=0.3, gamma=2)
-    (result,) = llama.run([ASKED[2]], draft)
-    slots = stand_in.slots[-1]
+    (result,) = llama.run([SEEDED], draft)
     model = llama.model
-    taken = sum(
-        x.nbytes
-        for cache in (slots.prefix, slots.suffix, slots.draft)
-        for x in (*cache.key, *cache.value)
-    )
-    entry = model.layers * model.kv_heads * model.head_dim * 2 * model.dtype.itemsize
+    allocated = sum(x.nbytes for x in cache_tensors(recorder.slots[-1]))
+    entry_bytes = grid.entry_bytes(model)
     prompt = result.num_prompt_tokens + result.num_visual_tokens
-    shared = prompt - 64  # of a prompt without a video all but its tail
-    assert taken == grid.cache_bytes(
-        entry,
+    shared = prompt - 64  # all but the last 64 tokens, since there are no visual ones
+    assert allocated == grid.cache_bytes(
+        entry_bytes,
         2,
         prompt=prompt,
         shared=shared,
         visual=shared,
-        limit=ASKED[2].sampling.max_tokens,
+        limit=SEEDED.sampling.max_tokens,
         draft=draft,
     )
-    assert taken % (entry * SPLIT_SIZE) == 0
+    assert allocated % (entry_bytes * SPLIT_SIZE) == 0

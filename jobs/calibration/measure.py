@@ -226,8 +226,8 @@ class Calibration:
             loops = PairedLoops(one_slot, [request], whole.prepare, DENSE)
             (row,) = loops.batch.rows
             assert row is not None
-            self.measured.prefill.append(SizedTime(float(row.prompt), row.prefill_s))
-            self.measured.vision.append(SizedTime(float(row.visual), row.vision_s))
+            self.measured.prefill.append(SizedTime(float(row.prompt_tokens), row.prefill_s))
+            self.measured.vision.append(SizedTime(float(row.visual_tokens), row.vision_s))
 
     def _measure_cell(self, cell: Cell) -> None:
         dense_prefill_s = cell.start_loops(DENSE).prefill_s

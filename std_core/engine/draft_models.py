@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -11,24 +10,34 @@ from std_core.model import sparsity
 from std_core.model.checkpoint import Checkpoint
 from std_core.model.drafters import build_drafter, pair_drafter, step_weight_bytes
 from std_core.model.model import Model
-from std_core.types import Draft
+from std_core.types import Draft, Weights
 
 
-@dataclass
+class _Key(NamedTuple):
+    """The fields of `Draft` that decide which model drafts."""
+
+    depth: float
+    channels: float
+    weights: Weights
+    model: str
+
+
 class DraftModels:
     """Draft models of one target model, built at first use and kept.
+
+    `thresholds` are those of activation sparsity (TEAL): per projection, by the share of channels
+    kept.
 
     Args:
         target: the model that verifies.
         checkpoint: its checkpoint, against which a second model is checked.
-        thresholds: of activation sparsity (TEAL), per projection, by the share of channels kept.
-        models: the draft models built so far, by the fields of `Draft` that change weights.
     """
 
-    target: Model
-    checkpoint: Checkpoint
-    thresholds: dict[float, dict[str, float]] = field(default_factory=dict)
-    models: dict[tuple[Any, ...], Model] = field(default_factory=dict)
+    def __init__(self, target: Model, checkpoint: Checkpoint):
+        self.target = target
+        self.checkpoint = checkpoint
+        self.thresholds: dict[float, dict[str, float]] = {}
+        self._models: dict[_Key, Model] = {}
 
     def get(self, draft: Draft) -> Model:
         """Return the model that computes a draft's logits.
@@ -38,11 +47,15 @@ class DraftModels:
         Raises:
             ValueError: the second model cannot be loaded, or has another tokenizer.
         """
-        key = (draft.depth, draft.channels, draft.weights, draft.model)
-        if key not in self.models:
+        key = _key(draft)
+        if key not in self._models:
             base = self._load_second_model(draft.model) if draft.model else self.target
-            self.models[key] = build_drafter(base, draft, self.thresholds.get(draft.channels, {}))
-        return self.models[key]
+            self._models[key] = build_drafter(base, draft, self.thresholds.get(draft.channels, {}))
+        return self._models[key]
+
+    def put(self, draft: Draft, model: Model) -> None:
+        """Use a model that the caller has loaded."""
+        self._models[_key(draft)] = model
 
     def _load_second_model(self, path: str) -> Model:
         checkpoint = Checkpoint.load(path)
@@ -71,3 +84,7 @@ class DraftModels:
         self.thresholds[draft.channels] = sparsity.calibrate_thresholds(
             self.target.decoder, activations, draft.channels
         )
+
+
+def _key(draft: Draft) -> _Key:
+    return _Key(draft.depth, draft.channels, draft.weights, draft.model)

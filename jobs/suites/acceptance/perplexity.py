@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from jobs.suites.shared.workload import Workload
-from std_core.engine.batch import Batch
 from std_core.engine.engine import Engine
 from std_core.types import Draft, Sampling
 
@@ -21,7 +20,7 @@ def perplexity(engine: Engine, workload: Workload, draft: Draft) -> float:
     token is left out: the prefill's logits predict it, not the draft's.
     """
     engine = replace(engine, max_num_seqs=len(workload.requests))
-    batch = Batch(engine, draft, workload.prepare)
+    batch = engine.new_batch(draft, workload.prepare)
     sampling = Sampling(2, temperature=0.0)  # with one token a row would end at its prefill
     batch.prefill_slots([replace(request, sampling=sampling) for request in workload.requests])
     slots = batch.slots
@@ -30,5 +29,5 @@ def perplexity(engine: Engine, workload: Workload, draft: Draft) -> float:
     expected = text[:, 1:]
     slots.reserve(fed.shape[1])
     positions = slots.position[:, None] + torch.arange(fed.shape[1])
-    logits = engine.drafter(draft).step(fed, positions, slots.draft_step_kv(0))
+    logits = engine.draft_models.get(draft).step(fed, positions, slots.draft_step_kv(0))
     return float(F.cross_entropy(logits.flatten(0, 1).float(), expected.flatten()).exp())

@@ -201,7 +201,7 @@ def measure_draft(
         stderr=round(accepted.stderr, 4),
         alpha=round(sum(r.accepted for r in results) / max(1, proposed), 4),
         kv_entries=round(statistics.mean(r.kv_keep * _context(r) for r in results), 1),
-        weight_bytes=0 if lookup else step_weight_bytes(engine.drafter(draft)),
+        weight_bytes=0 if lookup else step_weight_bytes(engine.draft_models.get(draft)),
         rounds=sum(r.rounds for r in results),
         identical=sum(r.token_ids == dense_tokens[r.request_id] for r in results),
         requests=len(results),
@@ -272,7 +272,9 @@ def _weight_sparsity(flags: Flags, engine: Engine) -> dict[str, Any]:
     held_out = {name: x[half:] for name, x in recorded.items()}
     fitted = activations.fit_thresholds(engine, first_half, CHANNELS)
     shares = activations.joint_weight_shares(engine, held_out, fitted, BATCHES)
-    own = activations.joint_weight_shares(engine, held_out, engine.thresholds[CHANNELS], (1,))
+    own = activations.joint_weight_shares(
+        engine, held_out, engine.draft_models.thresholds[CHANNELS], (1,)
+    )
     return {"u": shares, "teal_keep": own["1"]}
 
 

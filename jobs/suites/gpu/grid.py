@@ -19,7 +19,8 @@ from jobs.suites.gpu.shapes import Shape
 from jobs.suites.shared.timing import mean_seconds
 from std_core.decoding.logits import LogitsProcessors
 from std_core.decoding.round import Round, Slots, decode_round, draft, prompt_lookup
-from std_core.engine.cuda_graphs import CapturedRounds, graph_recorder, pool_bytes
+from std_core.engine.cuda_graphs import CapturedRounds, graph_recorder
+from std_core.kernels.shared.constants import SPLIT_SIZE
 from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.cache import KVCache, PrefillStep
 from std_core.model.drafters import build_drafter, step_weight_bytes
@@ -113,15 +114,38 @@ def entry_bytes(model: Model) -> int:
     return model.layers * model.kv_heads * model.head_dim * 2 * model.dtype.itemsize
 
 
+def cache_bytes(
+    entry_bytes: int,
+    slots: int,
+    prompt: int,
+    shared: int,
+    visual: int,
+    limit: int,
+    draft: Draft,
+) -> int:
+    """Bytes of the KV caches of `slots` rows, each with the longest request.
+
+    Args:
+        prompt: tokens, of which the first `shared` are in the prefix store and the draft can leave
+            out `visual`.
+        limit: tokens that a row may generate.
+        draft: one with selected entries.
+    """
+    generated = limit + draft.gamma + 1
+    drafted = prompt - visual + draft.budget(visual) + generated
+    entries = (shared, prompt - shared + generated, drafted)
+    return slots * entry_bytes * sum(-(-n // SPLIT_SIZE) * SPLIT_SIZE for n in entries)
+
+
 def fits_memory(model: Model, size: Size, context: int, device: str) -> bool:
     if device != "cuda":
         return True
     visual = context - TEXT
-    needed = pool_bytes(
+    needed = cache_bytes(
         entry_bytes(model),
         size.slots,
-        context,
-        visual,
+        prompt=context,
+        shared=visual,
         visual=visual,
         limit=CAPTION,
         draft=Draft(k=KEPT),
@@ -147,7 +171,7 @@ class RoundTimer:
         self.captured = CapturedRounds(self.slots, recorder) if recorder else None
         self.slots.headroom = max(size.gammas) + 1 if self.captured else 0
         self.slots.logits_processors = LogitsProcessors.of(
-            self.slots.samplings, self.slots.vocabulary, model.device
+            self.slots.samplings, self.slots.vocab_size, model.device
         )
 
     @torch.inference_mode()

@@ -114,9 +114,7 @@ class CaseRun:
         checkpoint = TokenIdCheckpoint(WINDOW)
         engine = Engine(self.model, checkpoint, case.slots, case.chunk)  # type: ignore[arg-type]
         if self.second is not None and case.draft is not None:
-            draft = case.draft
-            key = (draft.depth, draft.channels, draft.weights, draft.model)
-            engine.drafters[key] = pair_drafter(self.model, self.second)
+            engine.draft_models.put(case.draft, pair_drafter(self.model, self.second))
         for _ in raise_errors(engine.run(self._requests(), case.draft, self._prepare)):
             pass
 

@@ -14,7 +14,6 @@ import torch
 
 from jobs.suites.shared.timing import Stopwatch, wall_seconds
 from std_core.decoding.round import Drafted, Slots, decode_round, draft, prompt_lookup, verify
-from std_core.engine.batch import Batch
 from std_core.engine.engine import Engine
 from std_core.model.checkpoint import ModelInputs
 from std_core.types import Draft, Request
@@ -56,12 +55,12 @@ class PairedLoops:
         policy: Draft,
     ):
         self.policy = policy
-        self.batch = Batch(engine, policy, prepare)
+        self.batch = engine.new_batch(policy, prepare)
         self.prefill_s = self.batch.prefill_slots(requests)
         self.slots = self.batch.slots
         self.model = engine.model
         self.first_state = _save_state(self.slots)
-        model_draft = partial(draft, engine.drafter(policy))
+        model_draft = partial(draft, engine.draft_models.get(policy))
         self.drafting = prompt_lookup if policy.policy == "ngram" else model_draft
         self.dense = LoopTimes()
         self.drafted = LoopTimes()

@@ -19,8 +19,7 @@ from jobs.suites.shared import reference, tiny_models
 from pipeline.config import model_path
 from pipeline.records import UsageError
 from std_core.engine.engine import Engine
-from std_core.engine.prefill import Prefix
-from std_core.model.cache import KVCache
+from std_core.engine.prefixes import PrefixStore
 from std_core.model.checkpoint import Checkpoint, ModelInputs
 from std_core.types import Geometry, Request, Result, Sampling
 
@@ -100,9 +99,9 @@ def load_engine(model: str, folder: Path, threads: int, **settings: str) -> Engi
     return Engine.load(path, threads=threads, keep_prefixes=True, **settings)  # type: ignore[arg-type]
 
 
-def empty_prefix_store(engine: Engine, count: int) -> tuple[KVCache, list[Prefix]]:
-    """A cache for the prefixes of `count` texts or clips, for engines of any number of slots."""
-    return engine.model.new_cache(count), [Prefix() for _ in range(count)]
+def empty_prefix_store(engine: Engine, count: int) -> PrefixStore:
+    """A store for the prefixes of `count` texts or clips, for engines of any number of slots."""
+    return PrefixStore(engine.model.new_cache(count), count)
 
 
 # ---------------------------------------------------------------------------------------- workloads

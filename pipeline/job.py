@@ -213,7 +213,7 @@ def run_job(
                     job,
                     pool,
                     max_model_len=facts.max_model_len,
-                    on_answer=recorder.answered,
+                    on_completed=recorder.answered,
                     observer=monitor,
                     on_step=writer.flush_due,
                     **driving,

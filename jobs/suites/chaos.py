@@ -33,7 +33,7 @@ from jobs.suites.shared.timing import Stopwatch
 from pipeline import read, storage
 from pipeline.command_line import flag
 from pipeline.config import ROOT
-from pipeline.driver.decode_queue import MAX_DECODE_ATTEMPTS
+from pipeline.driver.driver import MAX_DECODE_ATTEMPTS
 from pipeline.records import RunError, UsageError
 
 BUCKET = "chaos"

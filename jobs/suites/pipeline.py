@@ -10,13 +10,10 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,8 +28,9 @@ from jobs.suites.shared.stubs import (
 )
 from pipeline.command_line import flag
 from pipeline.config import Job
-from pipeline.driver import replica as replica_module
-from pipeline.driver.cluster import cluster, drive, engine_share
+from pipeline.driver.cluster import cluster, drive
+from pipeline.driver.resources import ClusterResources, EngineResources
+from pipeline.driver.state import DEFAULT_LIMITS, DriverLimits
 from pipeline.job import run_job
 from pipeline.records import CompletedRequest, RunSnapshot
 
@@ -40,6 +38,8 @@ MAX_LINKS = 20_000  # names per file of the manifest's archive
 VIDEOS_IN_FLIGHT = 6
 MAX_MODEL_LEN = 4096
 SLOTS = 64  # of the engine that answers the manifest
+# a video is decoded only when a slot is free
+WITHOUT_LOOKAHEAD = DriverLimits(in_engine=1, ahead=1)
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,8 @@ def run(argv: list[str]) -> dict[str, Any]:
     """Return the suite's figures."""
     flags = parse_suite_flags(Flags, argv, "pipeline", __doc__)
     with cluster(Job()):
-        with_lookahead = _drive_stubs(flags)
-        with _without_lookahead():
-            without_lookahead = _drive_stubs(flags)
+        with_lookahead = _drive_stubs(flags, DEFAULT_LIMITS)
+        without_lookahead = _drive_stubs(flags, WITHOUT_LOOKAHEAD)
         manifest = _run_manifest(flags)
     return {
         "engine_busy": with_lookahead.busy,
@@ -91,8 +90,8 @@ class EngineUse:
     max_bytes_in_flight: int = 0
     snapshot: RunSnapshot = field(default_factory=RunSnapshot)
 
-    def add_answer(self, answer: CompletedRequest) -> None:
-        result = answer.result
+    def add_request(self, completed: CompletedRequest) -> None:
+        result = completed.result
         self.end = time.monotonic()
         self.start = self.start or self.end - result.decode_s
         self.worked += result.vision_s + result.prefill_s + result.decode_s
@@ -109,7 +108,7 @@ class EngineUse:
         return round(self.worked / (self.end - self.start), 4)
 
 
-def _drive_stubs(flags: Flags) -> EngineUse:
+def _drive_stubs(flags: Flags, limits: DriverLimits) -> EngineUse:
     """Run all requests through one engine with one slot."""
     requests = [stub_request(number) for number in range(flags.requests)]
     plan = requests[0].frame_plan
@@ -121,30 +120,19 @@ def _drive_stubs(flags: Flags) -> EngineUse:
         job,
         FixedWaves(requests, 1),
         max_model_len=MAX_MODEL_LEN,
-        on_answer=use.add_answer,
+        on_completed=use.add_request,
         observer=use,
         load=partial(load_stub_engine, seconds=flags.seconds),
         decode=partial(decode_stub_video, seconds=decode_seconds),
+        limits=limits,
     )
     return use
 
 
 def _parallel_decoders(job: Job) -> int:
     """Videos that are decoded at the same time: one per CPU that the engine leaves free."""
-    import ray
-
-    _, options, _ = engine_share(job)
-    return max(1, int(ray.cluster_resources()["CPU"] - options["num_cpus"]))
-
-
-@contextmanager
-def _without_lookahead() -> Iterator[None]:
-    """Decode a video only when a slot is free."""
-    with (
-        mock.patch.object(replica_module, "HELD", 1),
-        mock.patch.object(replica_module, "AHEAD", 1),
-    ):
-        yield
+    resources = EngineResources(job, ClusterResources.current())
+    return max(1, int(resources.cluster.cpus - resources.actor_options["num_cpus"]))
 
 
 # ---------------------------------------------------------------------------------- a large archive
@@ -159,9 +147,8 @@ def _run_manifest(flags: Flags) -> dict[str, Any]:
         job = Job(input=manifest, output=str(folder / "out"), max_num_seqs=SLOTS)
         before = _peak_mebibytes(resource.RUSAGE_SELF)
         start = time.time()  # comparable with the file's time
-        summary = run_job(
-            job, load=partial(load_stub_engine, begun=str(first_request)), decode=decode_stub_video
-        )
+        load = partial(load_stub_engine, first_request_file=str(first_request))
+        summary = run_job(job, load=load, decode=decode_stub_video)
         first_wave_seconds = first_request.stat().st_mtime - start
     return {
         "manifest_requests": summary["requests"],

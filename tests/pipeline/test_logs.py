@@ -38,7 +38,7 @@ def test_messages_are_plain_lines_on_standard_error(capsys: pytest.CaptureFixtur
 
 
 def test_the_level_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("pipeline.driver.fleet")
+    logger = logging.getLogger("pipeline.driver.driver")
     logs.configure("debug")
     logger.debug("shown at debug")
     logs.configure("error")

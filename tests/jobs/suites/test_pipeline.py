@@ -14,7 +14,7 @@ from std_core.types import Request
 def test_only_the_first_request_of_all_engines_touches_the_file(tmp_path: Path) -> None:
     first_request = tmp_path / "first"
     for _ in range(2):  # an engine and its replacement
-        engine = load_stub_engine("", max_num_seqs=1, begun=str(first_request))
+        engine = load_stub_engine("", max_num_seqs=1, first_request_file=str(first_request))
         assert len(list(engine.run([Request("a", "?"), Request("b", "?")], None, "std"))) == 2
         touched = os.stat(first_request).st_mtime_ns
         os.utime(first_request, ns=(touched - 10**9, touched - 10**9))

@@ -1,4 +1,4 @@
-"""The driver, with real actors and tasks, around engines and decoders that compute nothing."""
+"""The driver on a real Ray cluster, with stubs for engines and decoders."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ray import cloudpickle
 
 from jobs.suites.shared.stubs import FixedWaves, decode_stub_video, load_stub_engine, stub_request
 from pipeline.config import Job
-from pipeline.driver import replica as replica_module
 from pipeline.driver.cluster import drive
+from pipeline.driver.state import DEFAULT_LIMITS
 from pipeline.records import (
     CompletedRequest,
     FramePlan,
@@ -33,56 +33,65 @@ from pipeline.records import (
 from pipeline.video.frames import Limits
 from std_core.types import Draft
 
-pytestmark = pytest.mark.usefixtures("ray_cluster", "by_value")
+pytestmark = pytest.mark.usefixtures("ray_cluster", "pickled_by_value")
 
 
 @pytest.fixture(scope="module")
-def by_value() -> None:
-    """Functions of this module travel whole: Ray's processes cannot import it."""
+def pickled_by_value() -> None:
+    """Ray's processes cannot import this module, so its functions are pickled by value."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class Seen:
-    """What a drive handed on."""
+class Run:
+    """Calls `drive` and records what it calls back."""
 
-    def __init__(self, requests: list[PlannedRequest], slots: int, **settings: Any):
-        self.rows: list[CompletedRequest] = []
+    def __init__(self, requests: list[PlannedRequest], slots: int, **options: Any):
+        self.completed: list[CompletedRequest] = []
         self.snapshots: list[RunSnapshot] = []
-        self.job = Job(max_num_seqs=slots, **settings)
+        self.job = Job(max_num_seqs=slots, **options)
         self.requests = requests
 
-    def drive(
+    def go(
         self, load: Any = load_stub_engine, decode: Any = decode_stub_video, waves: Any = None
-    ) -> Seen:
+    ) -> Run:
         self.waves = waves or FixedWaves(self.requests, self.job.max_num_seqs)
-        self.decoded = drive(
+        self.decoded_videos = drive(
             self.job,
             self.waves,
             max_model_len=4096,
-            on_answer=self.rows.append,
+            on_completed=self.completed.append,
             observer=self,
             load=load,
             decode=decode,
         )
         return self
 
-    def attach_metrics(self, instruments: Any, **where: Any) -> None:
-        self.where = where
+    def attach_metrics(self, instruments: Any, **facts: Any) -> None:
+        """See `RunObserver`."""
 
     def update(self, snapshot: RunSnapshot) -> None:
+        """See `RunObserver`."""
         self.snapshots.append(snapshot)
 
-    def once(self) -> bool:
-        return sorted(a.request.request_id for a in self.rows) == sorted(
-            r.request_id for r in self.requests
-        )
+    @property
+    def each_once(self) -> bool:
+        """Whether every request was completed exactly once."""
+        completed = sorted(one.request.request_id for one in self.completed)
+        return completed == sorted(request.request_id for request in self.requests)
 
     @property
     def errors(self) -> dict[str, str]:
-        """Prompt → code."""
+        """Error codes by prompt."""
         return {
-            a.request.input_row.prompt: a.result.error.code for a in self.rows if a.result.error
+            one.request.input_row.prompt: one.result.error.code
+            for one in self.completed
+            if one.result.error
         }
+
+    @property
+    def attempts(self) -> dict[str, int]:
+        """Attempts by prompt."""
+        return {one.request.input_row.prompt: one.attempts for one in self.completed}
 
     @property
     def deaths(self) -> int:
@@ -92,61 +101,63 @@ class Seen:
 def test_two_engines_share_the_work_and_bytes_stay_bounded() -> None:
     requests = [stub_request(i, video=f"/stub/{i // 3}.mp4") for i in range(60)]
     bound = 4 * 4 * 56 * 56 * 3
-    seen = Seen(requests, 2, concurrency=2, max_bytes_in_flight=bound).drive(
-        partial(load_stub_engine, seconds=0.05)
-    )
-    assert seen.once() and not seen.errors and seen.deaths == 0 and seen.decoded == 20
-    assert len({a.result.text.split()[-1] for a in seen.rows}) == 2
-    assert bound / 2 < seen.snapshots[-1].peak_frame_bytes <= bound
-    assert max(s.in_engine for s in seen.snapshots) <= 2 * replica_module.HELD * 2
-    assert {a.attempts for a in seen.rows} == {1}
+    run = Run(requests, 2, concurrency=2, max_bytes_in_flight=bound)
+    run.go(partial(load_stub_engine, seconds=0.05))
+    assert run.each_once and not run.errors and run.deaths == 0 and run.decoded_videos == 20
+    assert len({one.result.text.split()[-1] for one in run.completed}) == 2
+    assert bound / 2 < run.snapshots[-1].peak_frame_bytes <= bound
+    in_engines = max(snapshot.in_engine for snapshot in run.snapshots)
+    assert in_engines <= 2 * DEFAULT_LIMITS.in_engine * 2
+    assert {one.attempts for one in run.completed} == {1}
 
 
-def test_a_request_that_kills_its_engine_is_blamed_and_nobody_else() -> None:
+def test_only_the_request_that_kills_its_engine_is_blamed() -> None:
     slots = 2
-    seen = Seen([stub_request(i, "kill" if i == 5 else "?") for i in range(12)], slots).drive()
-    assert seen.once() and seen.errors == {"kill": "worker_killed"}
-    assert seen.deaths <= 4 + math.ceil(math.log2(slots))
-    assert all(a.attempts > 1 for a in seen.rows if a.request.input_row.prompt == "kill")
-    assert any(a.attempts > 1 for a in seen.rows if a.request.input_row.prompt == "?")
+    run = Run([stub_request(i, "kill" if i == 5 else "?") for i in range(12)], slots).go()
+    assert run.each_once and run.errors == {"kill": "worker_killed"}
+    assert run.deaths <= 4 + math.ceil(math.log2(slots))
+    repeated = {one.request.input_row.prompt for one in run.completed if one.attempts > 1}
+    assert repeated == {"kill", "?"}
 
 
-def test_a_request_that_hangs_its_engine_is_blamed_and_nobody_else() -> None:
+def test_only_the_request_that_hangs_its_engine_is_blamed() -> None:
     requests = [stub_request(0), stub_request(1, "hang")]
-    seen = Seen(requests, 1, engine_timeout=5.0).drive()
-    assert seen.once() and seen.errors == {"hang": "engine_timeout"}
-    assert seen.deaths <= 4
+    run = Run(requests, 1, engine_timeout=5.0).go()
+    assert run.each_once and run.errors == {"hang": "engine_timeout"}
+    assert run.deaths <= 4
 
 
-def test_a_full_memory_halves_the_slots_and_blames_nobody() -> None:
-    seen = Seen([stub_request(i) for i in range(16)], 4).drive(partial(load_stub_engine, memory=3))
-    assert seen.once() and not seen.errors and seen.deaths == 1
-    assert seen.snapshots[-1].suspects == 0
+def test_out_of_memory_halves_the_slots_and_blames_no_request() -> None:
+    run = Run([stub_request(i) for i in range(16)], 4).go(partial(load_stub_engine, memory=3))
+    assert run.each_once and not run.errors and run.deaths == 1
+    assert run.snapshots[-1].suspects == 0
 
 
 def crashing_decode(
-    uri: str, info: VideoInfo, plan: FramePlan, limits: Limits, folder: str, times: dict[str, int]
+    uri: str, info: VideoInfo, plan: FramePlan, limits: Limits, folder: str, crashes: dict[str, int]
 ) -> Frames:
-    """Kills its process the first times that it is given a video."""
-    tried = Path(folder) / Path(uri).name
-    tried.touch()
-    count = tried.stat().st_size
-    tried.write_bytes(bytes(count + 1))
-    if count < times.get(Path(uri).stem, 0):
+    """Kill the process in the first attempts at a video.
+
+    Args:
+        folder: where attempts are counted, as the size of a file per video.
+        crashes: attempts that crash, by the video's name.
+    """
+    counter = Path(folder) / Path(uri).name
+    counter.touch()
+    attempts_before = counter.stat().st_size
+    counter.write_bytes(bytes(attempts_before + 1))
+    if attempts_before < crashes.get(Path(uri).stem, 0):
         os.kill(os.getpid(), signal.SIGKILL)
     return decode_stub_video(uri, info, plan, limits)
 
 
-def test_a_video_whose_decoder_was_killed_is_decoded_again_but_not_for_ever(tmp_path: Path) -> None:
-    decode = partial(crashing_decode, folder=str(tmp_path), times={"1": 1, "2": 9})
-    seen = Seen([stub_request(i, str(i)) for i in range(4)], 2).drive(decode=decode)
-    assert seen.once() and seen.errors == {"2": "decode_crashed"}
-    assert {a.request.input_row.prompt: a.attempts for a in seen.rows} == {
-        "0": 1,
-        "1": 1,
-        "2": 3,
-        "3": 1,
-    }
+def test_a_video_whose_decoder_is_killed_is_decoded_again_a_limited_number_of_times(
+    tmp_path: Path,
+) -> None:
+    decode = partial(crashing_decode, folder=str(tmp_path), crashes={"1": 1, "2": 9})
+    run = Run([stub_request(i, str(i)) for i in range(4)], 2).go(decode=decode)
+    assert run.each_once and run.errors == {"2": "decode_crashed"}
+    assert run.attempts == {"0": 1, "1": 1, "2": 3, "3": 1}
 
 
 def endless_decode(uri: str, info: VideoInfo, plan: FramePlan, limits: Limits) -> Frames:
@@ -156,12 +167,11 @@ def endless_decode(uri: str, info: VideoInfo, plan: FramePlan, limits: Limits) -
     )
 
 
-def test_a_stall_names_the_stage_and_what_it_waits_for() -> None:
-    with pytest.raises(
-        RunError, match=r"nothing has moved for 6 s: 1 videos .*decode.*free in the cluster.*CPU"
-    ):
-        Seen([stub_request(0)], 1, stall_timeout=6.0).drive(decode=endless_decode)
-    assert Seen([stub_request(0)], 1).drive().once()  # what stalled has left its CPU
+def test_the_message_of_a_stall_names_the_stage_and_what_it_waits_for() -> None:
+    message = r"nothing made progress for 6 s: 1 videos .*decode.*free in the cluster.*CPU"
+    with pytest.raises(RunError, match=message):
+        Run([stub_request(0)], 1, stall_timeout=6.0).go(decode=endless_decode)
+    assert Run([stub_request(0)], 1).go().each_once  # the stalled task has left its CPU
 
 
 def failing_load(path: str, **settings: object) -> None:
@@ -170,43 +180,44 @@ def failing_load(path: str, **settings: object) -> None:
 
 def test_engines_that_never_start_end_the_run() -> None:
     with pytest.raises(RunError, match=r"while it started, 3 times in a row; .*resumes"):
-        Seen([stub_request(0)], 1).drive(failing_load)
+        Run([stub_request(0)], 1).go(failing_load)
 
 
-def test_a_refused_row_ends_the_run_and_leaves_nothing_running() -> None:
-    def refuse(answer: CompletedRequest) -> None:
+def test_an_exception_of_the_caller_ends_the_run() -> None:
+    def refuse(completed: CompletedRequest) -> None:
         raise RequestError("storage_error", "/out: No space left on device")
 
-    waves = FixedWaves([stub_request(0)], 1)
-    observer = Seen([], 1)
     with pytest.raises(RequestError, match="No space"):
         drive(
             Job(max_num_seqs=1),
-            waves,
+            FixedWaves([stub_request(0)], 1),
             max_model_len=4096,
-            on_answer=refuse,
-            observer=observer,
+            on_completed=refuse,
+            observer=Run([], 1),
             load=load_stub_engine,
             decode=decode_stub_video,
         )
 
 
-def test_every_wave_runs_with_its_own_draft_and_slots_and_none_is_left_out() -> None:
-    """A draft of γ tokens: the stub answers with what it was told to run with."""
+def test_every_wave_runs_with_its_own_draft_and_slots() -> None:
+    """The stub's texts name γ and the slots with which it ran."""
     requests = [stub_request(i, video=f"/stub/{i // 2}.mp4") for i in range(24)]
-    setups = [(None, 2), (Draft("std", gamma=3), 2), (Draft("std", gamma=3), 1), (None, 2)]
-    waves = FixedWaves([], 1)
+    configs = [(None, 2), (Draft("std", gamma=3), 2), (Draft("std", gamma=3), 1), (None, 2)]
     every = [
-        Wave(tuple(requests[6 * i : 6 * i + 6]), slots, draft)
-        for i, (draft, slots) in enumerate(setups)
+        Wave(tuple(requests[6 * number : 6 * number + 6]), slots, draft)
+        for number, (draft, slots) in enumerate(configs)
     ]
+    waves = FixedWaves([], 1)
     waves.waves.extend(every)
-    seen = Seen(requests, 2).drive(waves=waves)
-    assert seen.once() and not seen.errors
+    run = Run(requests, 2).go(waves=waves)
+    assert run.each_once and not run.errors
     for wave in every:
-        ids = {r.request_id for r in wave.requests}
+        ids = {request.request_id for request in wave.requests}
         ran = {
-            (a.draft, a.result.text.split()[1]) for a in seen.rows if a.request.request_id in ids
+            (one.draft, one.result.text.split()[1])
+            for one in run.completed
+            if one.request.request_id in ids
         }
-        assert ran == {(wave.draft, f"{wave.draft.gamma if wave.draft else 0}×{wave.max_num_seqs}")}
-    assert [len(results) for _, results in waves.answered] == [6, 6, 6, 6]
+        gamma = wave.draft.gamma if wave.draft else 0
+        assert ran == {(wave.draft, f"{gamma}×{wave.max_num_seqs}")}
+    assert [len(results) for _, results in waves.completed] == [6, 6, 6, 6]

@@ -18,12 +18,12 @@ from std_core.decoding.round import (
     Proposer,
     Round,
     RowRound,
-    Slots,
     decode_round,
     draft,
     prompt_lookup,
     unverified_round,
 )
+from std_core.decoding.slots import Slots
 from std_core.decoding.token_sampling import ResolvedSampling, SamplingState
 from std_core.engine.context import EngineContext
 from std_core.engine.cuda_graphs import CapturedRounds, graph_recorder
@@ -43,7 +43,7 @@ from std_core.types import (
     Result,
 )
 
-IDLE = 0.005  # s between two polls for a request while no row is running
+POLL_S = 0.005  # between two polls for a request while no row is running
 # Rounds from which a gamma schedule estimates acceptance. Dense rounds push old statistics out of
 # this window, so drafting is tried again: for `MIN_DRAFTED_ROUNDS` rounds if acceptance stays low.
 RECENT_ROUNDS = 32
@@ -129,7 +129,7 @@ class Batch:
             if self.running and admission is None and not can_admit:
                 yield from self._round()
             elif no_request_yet:
-                time.sleep(IDLE)
+                time.sleep(POLL_S)
 
     def _next_request(self, requests: Iterator[Request | GammaSchedule | None]) -> object:
         """The stream's next request, None if there is none yet, `_END` behind the last one.

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from std_core.decoding.logits import LogitsProcessors
-from std_core.decoding.round import Round, Slots
+from std_core.decoding.round import Round
+from std_core.decoding.slots import Slots
 from std_core.model.model import Model
 
 Body = Callable[[], Round]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from std_core.decoding.round import DraftView, Slots
 from std_core.decoding.select import select
+from std_core.decoding.slots import DraftView, Slots
 from std_core.engine.context import EngineContext
 from std_core.engine.prompt import Prompt
 from std_core.engine.row import DraftKV

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from std_core.decoding.round import Slots
+from std_core.decoding.slots import Slots
 from std_core.decoding.token_sampling import (
     ResolvedSampling,
     SamplingState,

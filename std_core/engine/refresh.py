@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from std_core.decoding.round import Slots
 from std_core.decoding.select import with_sinks
+from std_core.decoding.slots import Slots
 from std_core.engine.row import DraftKV, Row
 from std_core.model.cache import AttentionProbe
 from std_core.types import Draft

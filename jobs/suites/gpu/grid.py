@@ -18,7 +18,8 @@ from triton.errors import TritonError
 from jobs.suites.gpu.shapes import Shape
 from jobs.suites.shared.timing import mean_seconds
 from std_core.decoding.logits import LogitsProcessors
-from std_core.decoding.round import Round, Slots, decode_round, draft, prompt_lookup
+from std_core.decoding.round import Round, decode_round, draft, prompt_lookup
+from std_core.decoding.slots import Slots
 from std_core.engine.cuda_graphs import CapturedRounds, graph_recorder
 from std_core.kernels.shared.constants import SPLIT_SIZE
 from std_core.kernels.shared.segments import PrefixGroups

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from jobs.suites.shared.timing import Stopwatch, wall_seconds
-from std_core.decoding.round import Drafted, Slots, decode_round, draft, prompt_lookup, verify
+from std_core.decoding.round import Drafted, decode_round, draft, prompt_lookup, verify
+from std_core.decoding.slots import Slots
 from std_core.engine.engine import Engine
 from std_core.model.checkpoint import ModelInputs
 from std_core.types import Draft, Request

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from std_core.decoding.round import Slots, commit, prompt_lookup
+from std_core.decoding.round import commit, prompt_lookup
+from std_core.decoding.slots import Slots
 from std_core.model.cache import KVCache
 
 STOP = 9

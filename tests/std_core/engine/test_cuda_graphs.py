@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jobs.suites.gpu import grid
 from jobs.suites.shared import tiny_models, triton_interpreter
 from std_core.decoding.logits import LogitsProcessors
-from std_core.decoding.round import Round, Slots, decode_round, draft
+from std_core.decoding.round import Round, decode_round, draft
+from std_core.decoding.slots import Slots
 from std_core.engine import batch
 from std_core.engine.cuda_graphs import Body, Replay
 from std_core.engine.engine import Engine

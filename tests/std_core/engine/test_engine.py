@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from std_core.decoding import round
-from std_core.decoding.round import Slots
+from std_core.decoding.slots import Slots
 from std_core.engine.batch import Batch
 from std_core.engine.engine import Engine, devices_from
 from std_core.model import cache

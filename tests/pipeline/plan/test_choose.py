@@ -17,48 +17,25 @@ from pipeline.plan.history import History
 from pipeline.plan.round_time import RoundPredictor
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption
-from std_core.cost_model.acceptance import AcceptanceCounts, AcceptanceCurve
+from std_core.cost_model.acceptance import AcceptanceCurve
 from std_core.cost_model.crossover import crossover_context
 from std_core.cost_model.memory import LongestRequest
 from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import (
     CalibratedDraft,
-    Device,
     DraftSetupLatency,
     LatencyModel,
-    PrefillLatency,
     Profile,
     UnionFraction,
 )
 from std_core.types import Draft
-
-LLAMA = ModelSize(
-    32,
-    hidden=4096,
-    intermediate=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocabulary=128256,
-    parameters=8_030_000_000,
-)
-A100 = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
-FLAT = LatencyModel(1.0, 1e-3)
-GOOD = (AcceptanceCounts(4096, "caption", (90,), (10,)),)
-STD = CalibratedDraft(Draft("std"), FLAT, DraftSetupLatency(), GOOD)
-INT4 = CalibratedDraft(Draft("std", weights="int4"), FLAT, DraftSetupLatency(), GOOD)
-BAD = CalibratedDraft(
-    Draft("random"), FLAT, DraftSetupLatency(), (AcceptanceCounts(4096, "caption", (1,), (99,)),)
-)
-PROFILE = Profile(
+from tests.pipeline.plan.stub_plan import (
     A100,
-    model="m",
-    dtype="bfloat16",
-    model_size=LLAMA,
-    latency=FLAT,
-    prefill=PrefillLatency(0.0, 1e-4, 0.0),
-    vision_s_per_token=1e-5,
-    drafts=(STD, INT4, BAD),
+    GOOD,
+    INT4,
+    LLAMA,
+    PROFILE,
+    STD,
 )
 
 

@@ -11,57 +11,26 @@ from pipeline.plan.settings import WaveConfig
 from pipeline.plan.waves import plan
 from pipeline.records import (
     FailedRequest,
-    FramePlan,
     InputRow,
     PendingRequest,
     PlannedRequest,
     RequestError,
-    VideoInfo,
     Wave,
 )
 from std_core.cost_model.device_specs import QUOTED_DEVICES, estimated_profile, published_device
-from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import PrefillLatency, Profile
 from std_core.types import Draft
-
-LLAMA = ModelSize(
-    32,
-    hidden=4096,
-    intermediate=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocabulary=128256,
-    parameters=9_030_000_000,
-    tower=10**8,
-    tower_width=1024,
+from tests.pipeline.plan.stub_plan import (
+    LLAMA,
+    planned_request,
 )
-PROFILE = estimated_profile(published_device("H100"), LLAMA, "m", "bfloat16")
+
+MODEL = replace(LLAMA, parameters=9_030_000_000, tower=10**8, tower_width=1024)
+H100_PROFILE = estimated_profile(published_device("H100"), MODEL, "m", "bfloat16")
 
 
 def request(number: int, video: int, visual: int = 30_000, text: int = 100) -> PlannedRequest:
-    info = VideoInfo(
-        f"v{video}",
-        size_bytes=1,
-        version="1",
-        container="mp4",
-        codec="h264",
-        duration=36.0,
-        start=0.0,
-        frames=8,
-        exact=True,
-        fps=8.0,
-        height=56,
-        width=56,
-        rotation=0,
-    )
-    return PlannedRequest(
-        str(number),
-        input_row=InputRow(info.uri, "Describe."),
-        info=info,
-        frame_plan=FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=visual),
-        context=visual + text,
-    )
+    return planned_request(number, video, visual + text, visual=visual, duration=36.0)
 
 
 def waves_of(requests: list[PlannedRequest], profile: Profile) -> tuple[Wave, ...]:
@@ -69,7 +38,7 @@ def waves_of(requests: list[PlannedRequest], profile: Profile) -> tuple[Wave, ..
 
 
 def test_a_video_is_encoded_and_prefilled_once() -> None:
-    profile = replace(PROFILE, vision_s_per_token=1e-3, prefill=PrefillLatency(0.5, 1e-3, 0.0))
+    profile = replace(H100_PROFILE, vision_s_per_token=1e-3, prefill=PrefillLatency(0.5, 1e-3, 0.0))
     once = predicted_seconds(waves_of([request(0, 0)], profile), profile)
     assert once["vision"] == pytest.approx(30.0) and once["prefill"] == pytest.approx(0.5 + 30.1)
     twice = predicted_seconds(waves_of([request(0, 0), request(1, 0)], profile), profile)
@@ -84,11 +53,11 @@ def test_a_report_has_slots_drafts_hours_and_cost() -> None:
         *(request(i, i) for i in range(200)),
         *(request(200 + i, 200 + i, 800) for i in range(100)),
     ]
-    found = waves_of(requests, PROFILE)
+    found = waves_of(requests, H100_PROFILE)
     failure = FailedRequest(
         PendingRequest("x", InputRow("v", "?")), RequestError("context_too_long", "it is too long")
     )
-    figures = report(found, [failure], PlanningInputs(PROFILE, WaveConfig(), 2.0))
+    figures = report(found, [failure], PlanningInputs(H100_PROFILE, WaveConfig(), 2.0))
     assert figures["requests"] == 301 and figures["failures"] == {"context_too_long": 1}
     assert set(figures["buckets"]) == {"32768", "1024"}
     for bucket in figures["buckets"].values():

@@ -9,11 +9,8 @@ from pipeline.plan.history import History, prompt_kind
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import (
     DraftOption,
-    FramePlan,
     InputRow,
-    PlannedRequest,
     RequestError,
-    VideoInfo,
     Wave,
 )
 from std_core.cost_model.acceptance import (
@@ -23,41 +20,23 @@ from std_core.cost_model.acceptance import (
     fit_acceptance_curve,
 )
 from std_core.cost_model.memory import LongestRequest
-from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import (
     CalibratedDraft,
-    Device,
     DraftSetupLatency,
     LatencyModel,
-    PrefillLatency,
-    Profile,
 )
 from std_core.types import MIN_DRAFTED_ROUNDS, Draft, Result
+from tests.pipeline.plan.stub_plan import (
+    PROFILE,
+    planned_request,
+)
 
 DRAFT = Draft("std", gamma=4)
-INFO = VideoInfo(
-    "v",
-    size_bytes=1,
-    version="1",
-    container="mp4",
-    codec="h264",
-    duration=1.0,
-    start=0.0,
-    frames=8,
-    exact=True,
-    fps=8.0,
-    height=56,
-    width=56,
-    rotation=0,
-)
 
 
 def wave(draft: Draft | None, *prompts: str) -> Wave:
-    plan = FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=900)
     requests = [
-        PlannedRequest(
-            str(i), input_row=InputRow("v", prompt), info=INFO, frame_plan=plan, context=1000
-        )
+        replace(planned_request(i, 0, 1000, visual=900), input_row=InputRow("v", prompt))
         for i, prompt in enumerate(prompts)
     ]
     return Wave(tuple(requests), 8, draft, (DraftOption(draft, 8, row_round_s=0.1),))
@@ -176,27 +155,9 @@ def test_each_kind_of_prompt_in_a_wave_has_its_own_acceptance() -> None:
 
 
 def test_results_change_the_next_choice() -> None:
-    model_size = ModelSize(
-        32,
-        hidden=4096,
-        intermediate=14336,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        vocabulary=128256,
-        parameters=8_030_000_000,
-    )
     counts = AcceptanceCounts(1000, "caption", (95,), (5,))
-    profile = Profile(
-        Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12),
-        model="m",
-        dtype="bfloat16",
-        model_size=model_size,
-        latency=LatencyModel(),
-        prefill=PrefillLatency(0.0, 0.0, 0.0),
-        vision_s_per_token=0.0,
-        drafts=(CalibratedDraft(DRAFT, LatencyModel(), DraftSetupLatency(), (counts,)),),
-    )
+    calibrated = CalibratedDraft(DRAFT, LatencyModel(), DraftSetupLatency(), (counts,))
+    profile = replace(PROFILE, latency=LatencyModel(), drafts=(calibrated,))
     summary = WaveSummary(
         8,
         context=60_000.0,

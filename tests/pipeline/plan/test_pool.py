@@ -14,89 +14,35 @@ from pipeline.plan.pool import RequestPool, split_by_capacity
 from pipeline.plan.settings import WaveConfig
 from pipeline.records import (
     FailedRequest,
-    FramePlan,
     InputRow,
     PendingRequest,
     PlannedRequest,
     ProbedRequest,
     RequestError,
     UsageError,
-    VideoInfo,
     Wave,
 )
 from std_core.cost_model.acceptance import AcceptanceCounts
-from std_core.cost_model.model_size import ModelSize
-from std_core.cost_model.profile import (
-    CalibratedDraft,
-    Device,
-    DraftSetupLatency,
-    LatencyModel,
-    PrefillLatency,
-    Profile,
+from std_core.types import Result
+from tests.pipeline.plan.stub_plan import (
+    A100,
+    BAD,
+    INT4,
+    PROFILE,
+    planned_request,
 )
-from std_core.types import Draft, Result
 
-LLAMA = ModelSize(
-    32,
-    hidden=4096,
-    intermediate=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocabulary=128256,
-    parameters=8_030_000_000,
-)
-GPU = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
-FLAT = LatencyModel(1.0, 1e-3)
-GOOD = CalibratedDraft(
-    Draft("std", weights="int4"),
-    FLAT,
-    DraftSetupLatency(),
-    (AcceptanceCounts(4096, "caption", (90,), (10,)),),
-)
-POOR = CalibratedDraft(
-    Draft("random"), FLAT, DraftSetupLatency(), (AcceptanceCounts(4096, "caption", (60,), (40,)),)
-)
-PROFILE = Profile(
-    GPU,
-    model="m",
-    dtype="bfloat16",
-    model_size=LLAMA,
-    latency=FLAT,
-    prefill=PrefillLatency(0.0, 1e-4, 0.0),
-    vision_s_per_token=1e-5,
-    drafts=(GOOD, POOR),
-)
+GOOD_DRAFT = replace(INT4, acceptance=(AcceptanceCounts(4096, "caption", (90,), (10,)),))
+POOR_DRAFT = replace(BAD, acceptance=(AcceptanceCounts(4096, "caption", (60,), (40,)),))
+POOL_PROFILE = replace(PROFILE, drafts=(GOOD_DRAFT, POOR_DRAFT))
 HUGE = 10_000_000  # tokens that no device holds
 
 
 def request(
     number: int, context: int = 4000, video: int | None = None, frames: int = 1
 ) -> PlannedRequest:
-    uri = f"v{number if video is None else video}.mp4"
-    info = VideoInfo(
-        uri,
-        size_bytes=1,
-        version="1",
-        container="mp4",
-        codec="h264",
-        duration=1.0,
-        start=0.0,
-        frames=8,
-        exact=True,
-        fps=8.0,
-        height=56,
-        width=56,
-        rotation=0,
-    )
-    plan = FramePlan(tuple(map(float, range(frames))), height=56, width=56, fps=1.0, tokens=context)
-    return PlannedRequest(
-        str(number),
-        input_row=InputRow(uri, "Describe."),
-        info=info,
-        frame_plan=plan,
-        context=context,
-    )
+    video = number if video is None else video
+    return planned_request(number, video, context, frames=frames)
 
 
 def failure(number: int) -> FailedRequest:
@@ -131,7 +77,7 @@ class Recorded:
         self.source = source
         self.failed: list[FailedRequest] = []
         self.waves: list[Wave] = []
-        profile_on: Any = lambda device: replace(PROFILE, device=device)
+        profile_on: Any = lambda device: replace(POOL_PROFILE, device=device)
         self.pool = RequestPool(
             source,
             on_failed=self.failed.append,
@@ -139,7 +85,7 @@ class Recorded:
             profile_on=profile_on,
             config=config or WaveConfig(4),
         )
-        self.pool.begin(GPU, 2)
+        self.pool.begin(A100, 2)
 
     def names(self) -> Counter[str]:
         out = Counter(r.request_id for wave in self.waves for r in wave.requests)
@@ -227,7 +173,7 @@ def test_if_nothing_fits_the_error_names_the_remedy() -> None:
     source.ready = 1
     with pytest.raises(UsageError, match=r"needs .* GB alone.* would help"):
         recorded.pool.take(engine_idle=True)
-    capacity = Capacity(PROFILE, WaveConfig(4))
+    capacity = Capacity(POOL_PROFILE, WaveConfig(4))
     with pytest.raises(UsageError, match="would help"):
         split_by_capacity([request(0, HUGE)], capacity)
     fitting, failed = split_by_capacity([request(0, HUGE), request(1)], capacity)

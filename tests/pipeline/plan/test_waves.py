@@ -22,75 +22,19 @@ from pipeline.plan.waves import (
     plan,
     split_into_waves,
 )
-from pipeline.records import FramePlan, InputRow, PlannedRequest, UsageError, VideoInfo, Wave
-from std_core.cost_model.acceptance import AcceptanceCounts
+from pipeline.records import PlannedRequest, UsageError, Wave
 from std_core.cost_model.memory import LongestRequest, memory_breakdown, peak_memory
-from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import (
-    CalibratedDraft,
-    Device,
-    DraftSetupLatency,
-    LatencyModel,
-    PrefillLatency,
     Profile,
 )
 from std_core.types import Draft
-
-LLAMA = ModelSize(
-    32,
-    hidden=4096,
-    intermediate=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocabulary=128256,
-    parameters=8_030_000_000,
-)
-A100 = Device("A100", kind="cuda", bandwidth=2e12, memory=80e9, flops=312e12)
-FLAT = LatencyModel(1.0, 1e-3)
-GOOD = (AcceptanceCounts(4096, "caption", (90,), (10,)),)
-STD = CalibratedDraft(Draft("std"), FLAT, DraftSetupLatency(), GOOD)
-INT4 = CalibratedDraft(Draft("std", weights="int4"), FLAT, DraftSetupLatency(), GOOD)
-BAD = CalibratedDraft(
-    Draft("random"), FLAT, DraftSetupLatency(), (AcceptanceCounts(4096, "caption", (1,), (99,)),)
-)
-PROFILE = Profile(
+from tests.pipeline.plan.stub_plan import (
     A100,
-    model="m",
-    dtype="bfloat16",
-    model_size=LLAMA,
-    latency=FLAT,
-    prefill=PrefillLatency(0.0, 1e-4, 0.0),
-    vision_s_per_token=1e-5,
-    drafts=(STD, INT4, BAD),
+    LLAMA,
+    PROFILE,
+    STD,
+    planned_request,
 )
-
-
-def request(number: int, video: int, context: int, visual: int | None = None) -> PlannedRequest:
-    uri = f"v{video}.mp4"
-    info = VideoInfo(
-        uri,
-        size_bytes=1,
-        version="1",
-        container="mp4",
-        codec="h264",
-        duration=1.0,
-        start=0.0,
-        frames=8,
-        exact=True,
-        fps=8.0,
-        height=56,
-        width=56,
-        rotation=0,
-    )
-    tokens = context if visual is None else visual
-    return PlannedRequest(
-        str(number),
-        input_row=InputRow(uri, "Describe."),
-        info=info,
-        frame_plan=FramePlan((0.0,), height=56, width=56, fps=1.0, tokens=tokens),
-        context=context,
-    )
 
 
 def ids(requests: tuple[PlannedRequest, ...]) -> Counter[str]:
@@ -116,7 +60,9 @@ def waves_of(
 
 
 pools = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5000)), max_size=400).map(
-    lambda pairs: tuple(request(i, video, context) for i, (video, context) in enumerate(pairs))
+    lambda pairs: tuple(
+        planned_request(i, video, context) for i, (video, context) in enumerate(pairs)
+    )
 )
 
 
@@ -161,7 +107,9 @@ def test_waves_end_when_they_are_full_or_contexts_become_shorter(
 
 
 def test_longest_first_and_split_where_contexts_change() -> None:
-    pool = tuple(request(i, i, 100 if i % 2 else 4000) for i in range(2 * MIN_REQUESTS_PER_SLOT))
+    pool = tuple(
+        planned_request(i, i, 100 if i % 2 else 4000) for i in range(2 * MIN_REQUESTS_PER_SLOT)
+    )
     assert [{r.context for r in w} for w in split_into_waves(pool, lambda _: 1)] == [{4000}, {100}]
     (few,) = split_into_waves(pool[:4], lambda _: 1)
     assert [r.context for r in few] == [4000, 4000, 100, 100]
@@ -227,13 +175,13 @@ def test_over_any_sequence_of_calls_every_request_is_in_one_wave(
 
 
 def test_engines_share_the_last_requests() -> None:
-    pool = tuple(request(i, i, 1000) for i in range(40))
+    pool = tuple(planned_request(i, i, 1000) for i in range(40))
     waves = waves_of(pool, 4, WaveConfig(4, engines=4))
     assert [len(w.requests) for w in waves] == [10, 10, 10, 10]
 
 
 def test_fifty_thousand_are_planned_in_seconds() -> None:
-    pool = tuple(request(i, i // 2, 500 + i * 7919 % 60_000) for i in range(50_000))
+    pool = tuple(planned_request(i, i // 2, 500 + i * 7919 % 60_000) for i in range(50_000))
     began = time.process_time()
     waves = waves_of(pool, len(pool), WaveConfig())
     assert sum(len(w.requests) for w in waves) == len(pool)
@@ -247,7 +195,7 @@ mixed = st.lists(
     st.tuples(st.integers(0, 30), st.integers(1, 20_000), st.floats(0, 1)), max_size=100
 ).map(
     lambda found: tuple(
-        request(i, video, n, int(n * share)) for i, (video, n, share) in enumerate(found)
+        planned_request(i, video, n, int(n * share)) for i, (video, n, share) in enumerate(found)
     )
 )
 
@@ -287,7 +235,7 @@ def test_memory_is_never_exceeded(
 
 
 def test_slots_are_as_many_as_fit() -> None:
-    pool = tuple(request(i, i, 100_000) for i in range(100))
+    pool = tuple(planned_request(i, i, 100_000) for i in range(100))
     (wave, *_) = waves_of(pool, 1, WaveConfig(32, draft=None))
     row = dict(wave.options[0].memory)["kv"] / wave.max_num_seqs
     needed = peak_memory(dict(wave.options[0].memory))
@@ -298,7 +246,7 @@ def test_a_gamma_schedule_fits_the_memory_of_its_slots() -> None:
     """More drafted tokens take more memory; there are never fewer slots for it."""
     config = WaveConfig(64)
     load = LongestRequest(20_100, 20_000, 256, sampling="greedy")
-    pool = [request(i, i, load.context, load.visual) for i in range(64)]
+    pool = [planned_request(i, i, load.context, load.visual) for i in range(64)]
 
     def planned(memory: float) -> Wave:
         profile = replace(PROFILE, device=replace(A100, memory=memory), drafts=(STD,))
@@ -323,13 +271,13 @@ def test_a_gamma_schedule_fits_the_memory_of_its_slots() -> None:
 def test_if_nothing_fits_the_error_names_the_remedy() -> None:
     small = replace(PROFILE, device=replace(A100, name="toy", memory=8e9))
     with pytest.raises(UsageError, match=r"toy can give 7\.2.*smaller model"):
-        waves_of((request(0, 0, 100),), 1, WaveConfig(), small)
-    long = request(0, 0, 900_000)
+        waves_of((planned_request(0, 0, 100),), 1, WaveConfig(), small)
+    long = planned_request(0, 0, 900_000)
     with pytest.raises(UsageError, match="lower fps"):
         waves_of((long,), 1, WaveConfig())
     error = Capacity(PROFILE, WaveConfig()).misfit(long)
     assert error is not None and error.code == "out_of_memory"
-    (wave,) = waves_of((long, request(1, 1, 100)), 9, WaveConfig())
+    (wave,) = waves_of((long, planned_request(1, 1, 100)), 9, WaveConfig())
     assert [r.request_id for r in wave.requests] == ["1"]
 
 
@@ -337,14 +285,14 @@ def test_if_nothing_fits_the_error_names_the_remedy() -> None:
 
 
 def test_a_given_draft_is_always_used_and_none_decodes_densely() -> None:
-    pool = (request(0, 0, 100),)
+    pool = (planned_request(0, 0, 100),)
     named = waves_of(pool, 1, WaveConfig(draft=Draft("random", gamma=7)))[0]
     assert named.draft == Draft("random", gamma=7) and named.options[0].speedup < 1
     assert waves_of(pool, 1, WaveConfig(draft=None))[0].draft is None
 
 
 def test_a_given_draft_keeps_its_gamma() -> None:
-    pool = (request(0, 0, 60_000),)
+    pool = (planned_request(0, 0, 60_000),)
     for draft in (Draft("std", gamma=7), None):
         (wave,) = waves_of(pool, 1, WaveConfig(draft=draft))
         assert wave.gamma_schedule is None and wave.engine_config.draft == draft
@@ -354,12 +302,15 @@ def test_a_given_draft_keeps_its_gamma() -> None:
 
 def test_without_calibrated_drafts_the_default_drafts() -> None:
     bare = replace(PROFILE, drafts=())
-    assert waves_of((request(0, 0, 100),), 1, WaveConfig(), bare)[0].draft == WaveConfig().default
+    assert (
+        waves_of((planned_request(0, 0, 100),), 1, WaveConfig(), bare)[0].draft
+        == WaveConfig().default
+    )
 
 
 def test_waves_are_numbered_over_the_run_so_that_one_in_fifty_explores() -> None:
     config = WaveConfig()
-    pool = tuple(request(i, i, 60_000) for i in range(8))
+    pool = tuple(planned_request(i, i, 60_000) for i in range(8))
     index = EXPLORATION_INTERVAL - 1
     (wave,) = waves_of(pool, 1, config, history=History().with_issued(index))
     planner = DraftPlanner(PROFILE, History(), config)
@@ -369,7 +320,7 @@ def test_waves_are_numbered_over_the_run_so_that_one_in_fifty_explores() -> None
 
 def test_engine_configs_of_one_draft_are_equal_whatever_their_gamma_schedule() -> None:
     """So the next wave may start while the last rows of the one before still decode."""
-    pool = tuple(request(i, i, 60_000 - 400 * i) for i in range(60))
+    pool = tuple(planned_request(i, i, 60_000 - 400 * i) for i in range(60))
     waves = waves_of(pool, 9, WaveConfig(2))
     assert len(waves) > 1 and len({wave.gamma_schedule for wave in waves}) > 1
     assert len({wave.engine_config for wave in waves}) == 1

@@ -56,9 +56,14 @@ class Capacity:
         """Slots of a wave whose longest request is this one; 0 if the request does not fit."""
         return self.slots(longest_request(request, self.config), self._mandatory_draft)
 
+    def fits(self, longest: LongestRequest) -> bool:
+        """Whether a single slot fits that holds such a request."""
+        needed = self.memory_breakdown(longest, self._mandatory_draft, slots=1)
+        return peak_memory(needed) <= USABLE_MEMORY * self.profile.device.memory
+
     def misfit(self, request: PlannedRequest) -> RequestError | None:
         """The error of a request that no wave can hold; None if it fits."""
-        if self.slots_for(request):
+        if self.fits(longest_request(request, self.config)):
             return None
         return RequestError("out_of_memory", self.advice(request))
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 
 from pipeline.plan.choose import DraftPlanner
 from pipeline.plan.history import History
-from pipeline.plan.settings import WaveConfig, WaveSummary
+from pipeline.plan.settings import WaveConfig, WaveSummary, longest_request
 from pipeline.records import PlannedRequest, UsageError, Wave
 from std_core.cost_model.profile import Profile
 
@@ -46,7 +47,8 @@ def plan(
     """
     planner = DraftPlanner(profile, history, config)
     capacity = planner.capacity
-    fitting = [request for request in pool if capacity.slots_for(request)]
+    fits = cache(capacity.fits)  # many requests are equally long
+    fitting = [request for request in pool if fits(longest_request(request, config))]
     if pool and not fitting:
         shortest = min(pool, key=lambda request: request.context)
         raise UsageError(capacity.advice(shortest))

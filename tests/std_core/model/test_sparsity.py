@@ -84,4 +84,4 @@ def test_an_early_exit_leaves_channels_out_too(engine: Engine) -> None:
         m for m in engine.draft_models.get(draft).decoder.modules() if isinstance(m, SparseLinear)
     ]
     assert len(made) == 7 * engine.draft_models.get(draft).layers and result.error is None
-    assert result.weight_keep < engine.weight_keep(Draft("full", depth=0.5))
+    assert result.weight_keep < engine.draft_models.weight_keep(Draft("full", depth=0.5))

@@ -173,7 +173,7 @@ class _Item:
 
     patches: torch.Tensor
     grid: torch.Tensor  # (1, …), as in `ModelInputs`
-    tokens: int  # 0 if only the model knows
+    tokens: int  # 0 if unknown before the vision tower has run
 
 
 def _split_rows(
@@ -183,7 +183,7 @@ def _split_rows(
 
     Raises:
         TypeError: outputs that no supported model takes.
-        ValueError: a row's placeholders are not those of whole videos or images.
+        ValueError: the number of a row's placeholders does not match its videos or images.
     """
     rest = dict(visual_inputs)
     types = rest.pop("mm_token_type_ids", None)

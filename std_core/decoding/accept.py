@@ -50,7 +50,7 @@ def accept_sampled(
     n = (uniform * q_drafted < p_drafted).long().cumprod(1).sum(1)
     row = torch.arange(rows, device=p.device)
     p_next = p[row, n]
-    # after a draft that was accepted whole, the bonus is drawn from p itself
+    # if all drafted tokens were accepted, the bonus is drawn from p itself
     q_next = q[row, n.clamp(max=gamma - 1)] * (n < gamma)[:, None]
     rest = (p_next - q_next).clamp(min=0)
     # if p equals q but for rounding, the rejection was a rounding error too: draw from p

@@ -128,8 +128,8 @@ def draft(drafter: Model, slots: Slots, gamma: int) -> Drafted:
     tokens = [slots.last[:, :0]]
     q = []
     broken = torch.zeros_like(slots.active)
-    # a second model's cache lacks the last token but one after a round whose draft was accepted
-    # whole: the first step feeds it again
+    # after a round whose drafted tokens were all accepted, a second model's cache lacks the last
+    # token but one: the first step feeds it again
     back = int(slots.view == "draft_model")
     for i in range(gamma):
         fed = slots.newest(1 + back, i)

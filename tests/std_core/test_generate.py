@@ -42,8 +42,9 @@ def random_frames(seed: int, *shape: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def batch(name: str, hf: Any, families: Callable[[str], Path]) -> dict[str, Any]:
-    """Three rows, padded on the left: a video, text alone, two videos; three prompts of a text
-    model.
+    """Three rows, padded on the left.
+
+    A video, text alone, two videos; for a text model three prompts.
     """
     processor = Checkpoint.load(str(families(name))).processor
     tokenizer = getattr(processor, "tokenizer", processor)

@@ -51,7 +51,7 @@ def test_a_second_models_draft_changes_no_token(
 def test_the_model_as_its_own_second_model_is_always_accepted(
     engine: Engine, requests: list[Request], tiny_model: Path
 ) -> None:
-    """Rejected drafts leave nothing in its cache, and rounds that were accepted whole no gap."""
+    """Its cache has no entries of rejected tokens, and none is missing after full acceptance."""
     sampling = Sampling(24, temperature=0.9, seed=3)
     sampled = [replace(r, request_id=r.request_id + "s", sampling=sampling) for r in requests]
     draft = Draft("std", keep=1.0, gamma=4, model=str(tiny_model))
@@ -88,6 +88,6 @@ def test_weight_keep_is_the_share_of_bytes(engine: Engine, requests: list[Reques
     assert keep["ngram"] == 0.0
     assert 0.25 < keep["int8"] < 0.27
     assert 0.125 < keep["int4"] < 0.2
-    # the head is read whole
+    # all of the head is read
     assert 0.5 < keep["channels"] < 0.57
     assert 0.4 < keep["depth"] < 0.47

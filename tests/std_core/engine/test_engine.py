@@ -410,10 +410,10 @@ def test_logits_processors_are_applied_as_in_generate(
 
 def test_the_output_ends_before_a_stop_text(engine: Engine, requests: list[Request]) -> None:
     request = replace(requests[5], sampling=Sampling(30))
-    (whole,) = engine.run([request], None)
-    stop = whole.text[8:11]
+    (unstopped,) = engine.run([request], None)
+    stop = unstopped.text[8:11]
     for draft in (Draft("full", gamma=8), None):
         (result,) = engine.run([replace(request, sampling=Sampling(30, stop=(stop,)))], draft)
-        assert result.text == whole.text[: whole.text.index(stop)]
+        assert result.text == unstopped.text[: unstopped.text.index(stop)]
         assert result.finish_reason == "stop"
-        assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+        assert result.token_ids == unstopped.token_ids[: len(result.token_ids)]

@@ -147,7 +147,9 @@ def planning_inputs(job: Job, facts: JobFacts) -> PlanningInputs:
         logger.warning(
             "--mode sparse: nothing shows that its texts hold what is asked for: %s", why
         )
-    return PlanningInputs(profile, wave_config_of(job, draft, facts.do_sample), job.price_per_hour)
+    return PlanningInputs(
+        profile, wave_config_of(job, draft, facts.samples_by_default), job.price_per_hour
+    )
 
 
 def _waves(planned: Sequence[PlannedRequest], inputs: PlanningInputs) -> tuple[Wave, ...]:

@@ -1,10 +1,11 @@
-"""Files wherever they lie: local paths, `file://`, `s3://` (and single files behind `http(s)://`,
-reading only).
+"""Reads and writes files on local disks and in S3: paths, `file://`, `s3://`; single files behind
+`http(s)://` for reading only.
 
-The only module that opens a URL; what names mean is in `uris.py`. Every failure is a `RequestError`
-(`not_found`, `access_denied`, `storage_error`) whose one sentence names the file without its
-credentials. S3's endpoint and credentials come from the standard AWS variables (`AWS_ENDPOINT_URL`,
-...)."""
+The only module that opens URLs and imports fsspec. `uris.py` parses names, `local_files.py` handles
+local disks. Every failure is a `RequestError` (`not_found`, `access_denied`, `storage_error`) whose
+one sentence names the file without its credentials. The standard AWS variables
+(`AWS_ENDPOINT_URL`, ...) give S3's endpoint and credentials.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +16,19 @@ import os
 import posixpath
 import re
 import threading
-import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from glob import escape, iglob
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 import fsspec
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 from fsspec.utils import glob_translate
 
-from pipeline import uris
+from pipeline import local_files, uris
 from pipeline.records import RequestError
 from pipeline.uris import (
     display_uri,
@@ -66,7 +65,7 @@ __all__ = [
     "redact",
     "redact_utf8",
     "resolve",
-]  # fmt: skip
+]
 
 _FAILURES = (
     OSError,
@@ -79,22 +78,28 @@ _FAILURES = (
 )
 THREADS = 8  # storage calls that run at once
 MIN_CONCURRENT_READS = 16  # small reads; fewer take less time than new threads' first connections
-_threads = threading.local()
-_T = TypeVar("_T")
-_R = TypeVar("_R")
+READ_AHEAD_BYTES = 256 << 10  # per range request; s3fs's default of 50 MB is most of a video
+MAX_CONFLICTS = 10  # conditional puts that S3 may reject because another put is under way
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One file: `version` is its ETag or its mtime in ns, as text; it changes when the file does.
-    Size in bytes."""
+    """Metadata of one file.
+
+    Args:
+        size: bytes.
+        version: ETag, or mtime in ns, as text; it changes when the file does.
+    """
 
     uri: str
     size: int
     version: str
 
 
-# --- errors --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------- errors
 
 
 @contextmanager
@@ -108,13 +113,11 @@ def _errors(uri: str) -> Iterator[None]:
 
 def _request_error(uri: str, error: BaseException) -> RequestError:
     name = display_uri(uri) or "(no name)"
-    status = getattr(error, "status", None)
-    if (
-        isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-        or status == 404
-    ):
+    http_status = getattr(error, "status", None)
+    absent = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    if isinstance(error, absent) or http_status == 404:
         return RequestError("not_found", f"{name}: there is no such file")
-    if isinstance(error, PermissionError) or status in (401, 403):
+    if isinstance(error, PermissionError) or http_status in (401, 403):
         return RequestError(
             "access_denied", f"{name}: access is denied with the credentials in use"
         )
@@ -126,74 +129,86 @@ def _request_error(uri: str, error: BaseException) -> RequestError:
 
 
 def _reason(error: BaseException) -> str:
-    """The error's own words in one line, without anything that looks like a credential."""
-    text = (
-        error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    ) or type(error).__name__
-    text = re.sub(r"[^\s/\"'=]+:[^\s/\"']+@", "", re.sub(r"\?[^\s\"']*", "", text))
+    """The error's message in one line, without query strings and user-info."""
+    strerror = error.strerror if isinstance(error, OSError) else None
+    text = strerror or str(error) or type(error).__name__
+    text = re.sub(r"\?[^\s\"']*", "", text)
+    text = re.sub(r"[^\s/\"'=]+:[^\s/\"']+@", "", text)
     return " ".join(text.split())
 
 
-# --- filesystems ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------ remote filesystems
+
+_thread_state = threading.local()
+
+
+class _S3Object(NamedTuple):
+    uri: str
+    size: int  # bytes
 
 
 def _remote(uri: str) -> tuple[Any, str]:
-    """The filesystem of a remote URI and the file's name in it. One object per thread: shared s3fs
-    objects deadlock. Keyed by process too, since a forked copy cannot be used, and by endpoint,
-    since it is read only once."""
+    """The fsspec filesystem of a remote URI, and the file's name in it.
+
+    There is one filesystem per thread, since shared s3fs objects deadlock; per process, since a
+    forked copy is unusable; and per endpoint, which s3fs reads only when it is made.
+    """
     scheme, _, path = normalize(uri).partition("://")
     if scheme not in ("s3", "http", "https"):
         raise ValueError(
             f"{scheme}:// is not supported; s3://, http(s)://, file:// and local paths are"
         )
     protocol = "s3" if scheme == "s3" else "http"
-    key = (
-        os.getpid(),
-        protocol,
-        os.environ.get("AWS_ENDPOINT_URL_S3"),
-        os.environ.get("AWS_ENDPOINT_URL"),
-    )
-    known = _threads.__dict__.setdefault("filesystems", {})
-    if key not in known:
+    endpoints = (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
+    key = (os.getpid(), protocol, *endpoints)
+    filesystems = _thread_state.__dict__.setdefault("filesystems", {})
+    if key not in filesystems:
         options = _s3_options() if protocol == "s3" else {}
-        known[key] = fsspec.filesystem(
+        filesystems[key] = fsspec.filesystem(
             protocol, skip_instance_cache=True, use_listings_cache=False, **options
         )
-    return known[key], path if protocol == "s3" else uri
+    return filesystems[key], path if protocol == "s3" else uri
 
 
 def _s3_options() -> dict[str, Any]:
-    """Throttling, 5xx, resets and silence are tried again, after up to 1, 2, 4, ... 20 s."""
-    tries = int(os.environ.get("AWS_MAX_ATTEMPTS", 7))
-    patience = {
-        "retries": {"mode": "standard", "max_attempts": tries},
+    """Options of s3fs. Throttling, 5xx, resets and timeouts are retried, after up to 1, 2, 4, ...
+    20 s."""
+    max_attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", 7))
+    config = {
+        "retries": {"mode": "standard", "max_attempts": max_attempts},
         "connect_timeout": 10,
         "read_timeout": 30,
     }
-    return {
-        "max_concurrency": 1,
-        "config_kwargs": patience,
-    }  # with more, a whole read asks for the size first
+    # with a higher concurrency, reading a whole file takes an extra request for its size
+    return {"max_concurrency": 1, "config_kwargs": config}
 
 
-def _keys(folder: str, prefix: str = "", delimiter: str = "") -> Iterator[tuple[str, int]]:
-    """(URI, size) of the objects of an S3 folder, in order, a page at a time; with a delimiter its
-    own only."""
+def _list_s3(folder: str, prefix: str = "", delimiter: str = "") -> Iterator[_S3Object]:
+    """The objects below an S3 folder, in order, one page at a time.
+
+    Args:
+        prefix: that names within the folder start with.
+        delimiter: "/" leaves out objects in subfolders.
+    """
     fs, path = _remote(folder)
-    bucket, _, inner = path.partition("/")
-    inner = inner.rstrip("/") + "/" if inner.strip("/") else ""
-    query: dict[str, Any] = {"Bucket": bucket, "Prefix": inner + prefix, "Delimiter": delimiter}
+    bucket, _, key_prefix = path.partition("/")
+    key_prefix = key_prefix.rstrip("/") + "/" if key_prefix.strip("/") else ""
+    query: dict[str, Any] = {
+        "Bucket": bucket,
+        "Prefix": key_prefix + prefix,
+        "Delimiter": delimiter,
+    }
     while True:
         page = fs.call_s3("list_objects_v2", **query)
         for entry in page.get("Contents", ()):
-            if not entry["Key"].endswith("/"):
-                yield f"s3://{bucket}/{entry['Key']}", entry["Size"]
+            if not entry["Key"].endswith("/"):  # the marker of an empty folder
+                yield _S3Object(f"s3://{bucket}/{entry['Key']}", entry["Size"])
         if not page.get("IsTruncated"):
             return
         query["ContinuationToken"] = page["NextContinuationToken"]
 
 
-# --- looking -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------- metadata and listings
 
 
 def info(uri: str) -> FileInfo:
@@ -207,15 +222,15 @@ def info(uri: str) -> FileInfo:
                 raise IsADirectoryError(path)
             return FileInfo(path, stat.st_size, str(stat.st_mtime_ns))
         fs, name = _remote(uri)
-        found = fs.info(name)
-        if found["type"] != "file":
+        entry = fs.info(name)
+        if entry["type"] != "file":
             raise FileNotFoundError(uri)
-        version = found.get("ETag") or found.get("LastModified") or found.get("Last-Modified") or ""
-        return FileInfo(normalize(uri), found["size"] or 0, str(version).strip('"'))
+        version = entry.get("ETag") or entry.get("LastModified") or entry.get("Last-Modified") or ""
+        return FileInfo(normalize(uri), entry["size"] or 0, str(version).strip('"'))
 
 
 def is_file(uri: str) -> bool:
-    """Whether there is such a file. Raises RequestError for anything but its absence."""
+    """Whether the file exists. Raises RequestError if that cannot be found out."""
     try:
         info(uri)
     except RequestError as error:
@@ -226,123 +241,103 @@ def is_file(uri: str) -> bool:
 
 
 def is_folder(uri: str) -> bool:
-    """Whether there is such a folder; on S3: whether any object, a folder's marker included, lies
-    below the name."""
+    """Whether the folder exists; on S3, whether any object, or the marker of an empty folder, has
+    the name as its prefix. Raises RequestError."""
     with _errors(uri):
         if (path := local_path(uri)) is not None:
             return os.path.isdir(path)
         fs, name = _remote(uri)
         if not normalize(uri).startswith("s3://"):
             return False
-        bucket, _, inner = name.rstrip("/").partition("/")
-        page = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=inner and inner + "/", MaxKeys=1)
+        bucket, _, key = name.rstrip("/").partition("/")
+        prefix = key + "/" if key else ""
+        page = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
         return bool(page.get("KeyCount"))
 
 
 def list_files(uri: str, suffixes: Collection[str] = ()) -> Iterator[str]:
-    """The files below a folder or bucket prefix at any depth, sorted by name, those with one of the
-    suffixes (lower-case, with the dot; all if none are given); hidden ones are skipped. Raises
-    RequestError."""
+    """The visible files below a folder or bucket prefix, at any depth, sorted by name.
+
+    Args:
+        suffixes: lower-case, with the dot; files with other suffixes are left out. Empty: all.
+
+    Raises:
+        RequestError: while the files are iterated, too.
+    """
     with _errors(uri):
         path = local_path(uri)
-        found = _walk(path) if path is not None else _visible_keys(uri)
-        for name in found:
-            if not suffixes or posixpath.splitext(name)[1].lower() in suffixes:
-                yield name
+        files = local_files.walk(path) if path is not None else _visible_s3_files(uri)
+        for file in files:
+            if not suffixes or posixpath.splitext(file)[1].lower() in suffixes:
+                yield file
 
 
-def _visible_keys(folder: str) -> Iterator[str]:
-    """Objects below an S3 folder, hidden ones skipped as on a disk."""
+def _visible_s3_files(folder: str) -> Iterator[str]:
     start = len(normalize(folder).rstrip("/"))
-    return (uri for uri, _ in _keys(folder) if "/." not in uri[start:])
-
-
-def _walk(folder: str) -> Iterator[str]:
-    """Visible files below a local folder; a folder sorts as its name with a slash, so that whole
-    paths are in order."""
-    with os.scandir(folder) as entries:
-        found = sorted(
-            (e.name + "/" if e.is_dir(follow_symlinks=False) else e.name)
-            for e in entries
-            if e.name[0] != "."
-        )
-    for name in found:
-        path = os.path.join(folder, name)
-        if name.endswith("/"):
-            yield from _walk(path[:-1])
-        elif not os.path.isdir(path):
-            yield path
+    for uri, _ in _list_s3(folder):
+        if "/." not in uri[start:]:
+            yield uri
 
 
 def list_sizes(folder: str) -> dict[str, int]:
-    """Name → size in bytes of a folder's own files, dot-names included, sorted; empty if there is
-    no such folder."""
+    """Name to size in bytes of a folder's own files, dot-names included, sorted by name; empty
+    without such a folder. Raises RequestError."""
     with _errors(folder):
-        if (path := local_path(folder)) is None:
-            return {uri.rpartition("/")[2]: size for uri, size in _keys(folder, delimiter="/")}
-        if not os.path.exists(path):
-            return {}
-        with os.scandir(path) as entries:
-            return dict(
-                sorted((e.name, size) for e in entries if (size := _file_size(e)) is not None)
-            )
-
-
-def _file_size(entry: os.DirEntry[str]) -> int | None:
-    """None for a folder, and for a file that was deleted while the folder was read."""
-    try:
-        return None if entry.is_dir() else entry.stat().st_size
-    except FileNotFoundError:
-        return None
+        if (path := local_path(folder)) is not None:
+            return local_files.file_sizes(path)
+        return {uri.rpartition("/")[2]: size for uri, size in _list_s3(folder, delimiter="/")}
 
 
 def list_names(folder: str) -> list[str]:
-    """The names of a folder's own files, sorted; empty if there is no such folder."""
+    """The names of a folder's own files, sorted; empty without such a folder. Raises
+    RequestError."""
     return list(list_sizes(folder))
 
 
 def expand_glob(uri: str) -> Iterator[str]:
-    """The files a glob means, sorted: `*`, `?`, `[...]`, `**` as a whole path component, `{a,b}`; a
-    `/` at the end stands for everything below. A file with exactly this name is that file; a name
-    without glob characters is itself. Hidden files match only where the glob names the dot."""
-    if not uris.is_glob(uri) or uri.startswith(("http://", "https://")) or is_file(uri):
+    """The files that a glob matches, sorted.
+
+    Supports `*`, `?`, `[...]`, `{a,b}`, `**` as a whole path component, and a final `/` for
+    everything below. Hidden files match only if the pattern has the dot. A file whose name is the
+    pattern itself, or a name without glob characters, stands for itself.
+
+    Raises:
+        RequestError: while the files are iterated, too.
+    """
+    is_http = uri.startswith(("http://", "https://"))
+    if not uris.is_glob(uri) or is_http or is_file(uri):
         yield normalize(uri)
         return
     with _errors(uri):
-        whole = normalize(uri).rstrip("/") + ("/**" if uri.endswith("/") else "")
-        base, rest = uris.literal_folder(whole, is_folder)
-        patterns = uris.braces(rest)
-        path = local_path(base)
-        yield from (
-            _local_matches(path, patterns) if path is not None else _remote_matches(base, patterns)
-        )
+        pattern = normalize(uri).rstrip("/") + ("/**" if uri.endswith("/") else "")
+        base, rest = uris.split_glob(pattern, is_folder)
+        patterns = uris.expand_braces(rest)
+        if (path := local_path(base)) is not None:
+            yield from local_files.glob(path, patterns)
+        else:
+            yield from _glob_s3(base, patterns)
 
 
-def _local_matches(base: str, patterns: list[str]) -> Iterator[str]:
-    found = {
-        path
-        for p in patterns
-        for path in iglob(join(escape(base), p), recursive=True)
-        if not os.path.isdir(path)
-    }
-    return iter(sorted(found))
-
-
-def _remote_matches(base: str, patterns: list[str]) -> Iterator[str]:
+def _glob_s3(base: str, patterns: list[str]) -> Iterator[str]:
     start = len(base) + 1
-    matchers = [(re.compile(glob_translate(p)), uris.names_hidden(p)) for p in patterns]
-    for uri, _ in _keys(base, uris.literal_start(patterns)):
+    regexes = [re.compile(glob_translate(pattern)) for pattern in patterns]
+    regexes_with_dot = [
+        regex
+        for regex, pattern in zip(regexes, patterns, strict=True)
+        if uris.matches_hidden(pattern)
+    ]
+    for uri, _ in _list_s3(base, uris.common_prefix(patterns)):
         hidden = "/." in uri[start - 1 :]
-        if any(matcher.match(uri[start:]) and (dots or not hidden) for matcher, dots in matchers):
+        candidates = regexes_with_dot if hidden else regexes
+        if any(regex.match(uri[start:]) for regex in candidates):
             yield uri
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------ reading
 
 
 class _Reader(io.RawIOBase):
-    """A range-reading, seekable file whose failures are `RequestError`s also while its user
-    reads."""
+    """A seekable file that raises `RequestError`s when it is read."""
 
     def __init__(self, uri: str, file: Any):
         self._uri = uri
@@ -379,10 +374,15 @@ class _Reader(io.RawIOBase):
 
 
 @contextmanager
-def open_read(uri: str, block_size: int = 256 << 10) -> Iterator[_Reader]:
-    """A seekable binary file. Remote ones are read in ranges of `block_size` bytes ahead: a probe
-    of a large video then reads a megabyte or two, where s3fs's own 50 MB would read all of it.
-    Raises RequestError, while reading too."""
+def open_read(uri: str, block_size: int = READ_AHEAD_BYTES) -> Iterator[_Reader]:
+    """Opens a seekable binary file.
+
+    Args:
+        block_size: bytes per range request of a remote file.
+
+    Raises:
+        RequestError: while the file is read, too.
+    """
     with _errors(uri):
         if not uri:
             raise FileNotFoundError(uri)
@@ -396,7 +396,7 @@ def open_read(uri: str, block_size: int = 256 << 10) -> Iterator[_Reader]:
 
 
 def read_bytes(uri: str) -> bytes:
-    """A whole file. Raises RequestError."""
+    """Reads a whole file. Raises RequestError."""
     with _errors(uri):
         if (path := local_path(uri)) is not None:
             with open(path, "rb") as file:
@@ -406,18 +406,21 @@ def read_bytes(uri: str) -> bytes:
 
 
 def map_concurrently(
-    function: Callable[[_T], _R],
-    items: Iterable[_T],
+    function: Callable[[T], R],
+    items: Iterable[T],
     threads: int = THREADS,
     min_items: int = MIN_CONCURRENT_READS,
-) -> list[_R]:
-    """Results of a function that mostly waits for storage, in the order of the items.
+) -> list[R]:
+    """Calls a function that mostly waits for storage on each item.
 
     Args:
         threads: calls that run at once.
         min_items: with fewer items the calls run one after another in the calling thread.
+
+    Returns:
+        The results in the order of the items.
     """
-    listed = list(items)
+    listed: Sequence[T] = list(items)
     if len(listed) < min_items:
         return list(map(function, listed))
     return list(_thread_pool(os.getpid(), threads).map(function, listed))
@@ -425,50 +428,44 @@ def map_concurrently(
 
 @cache
 def _thread_pool(process_id: int, threads: int) -> ThreadPoolExecutor:
-    """The pool is kept, and with it each thread's filesystem: making one takes longer than many
+    """A pool that is kept, and with it each thread's filesystem: making one takes longer than many
     reads. Threads do not survive a fork, so each process has its own pool."""
     return ThreadPoolExecutor(threads, "storage")
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------ writing
 
 
 def put(uri: str, data: bytes) -> None:
-    """Writes a file so that nobody ever sees half of it: one put, or a dot-name, fsync and
-    `os.replace`."""
+    """Writes a file atomically: readers see the old content or all of the new. Raises
+    RequestError."""
     with _errors(uri):
-        if (path := local_path(uri)) is None:
-            fs, name = _remote(uri)
-            fs.pipe_file(name, data)
+        if (path := local_path(uri)) is not None:
+            local_files.write(path, data)
             return
-        draft = _draft(path, data)
-        os.replace(draft, path)
-        _sync_folder(path)
+        fs, name = _remote(uri)
+        fs.pipe_file(name, data)
 
 
 def put_if_absent(uri: str, data: bytes) -> bool:
-    """Writes a file unless there is one, whole and at once; False if there is. Of several writers
-    one gets True: data that no other writer would write tells apart a put that S3 did and answered
-    too late from somebody else's."""
+    """Writes a file atomically unless it exists; of several writers one gets True.
+
+    On S3 a file with the same content counts as this writer's own, since the reply to its put may
+    have been lost. Writers therefore have to write different data.
+
+    Raises:
+        RequestError
+    """
     with _errors(uri):
-        if (path := local_path(uri)) is None:
-            return _create(uri, data)
-        draft = _draft(path, data)
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            return False
-        finally:
-            os.unlink(draft)
-        _sync_folder(path)
-        return True
+        if (path := local_path(uri)) is not None:
+            return local_files.write_if_absent(path, data)
+        return _put_s3_if_absent(uri, data)
 
 
-def _create(uri: str, data: bytes) -> bool:
-    """S3's conditional put. After a reply that got lost, the retry finds what the first try wrote:
-    then it is ours."""
+def _put_s3_if_absent(uri: str, data: bytes) -> bool:
+    """A conditional put."""
     fs, name = _remote(uri)
-    for _ in range(10):
+    for _ in range(MAX_CONFLICTS):
         try:
             fs.pipe_file(name, data, mode="create")
             return True
@@ -479,50 +476,23 @@ def _create(uri: str, data: bytes) -> bool:
                 return fs.cat_file(name) == data
             if code != "ConditionalRequestConflict":
                 raise
-    raise OSError(errno.EBUSY, "other writers keep getting in between")
-
-
-def _draft(path: str, data: bytes) -> str:
-    """Data under a dot-name beside its place, on the disk for good; nothing where the disk refuses
-    it."""
-    folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
-    draft = os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
-    try:
-        with open(draft, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        with suppress(OSError):
-            os.unlink(draft)
-        raise
-    return draft
-
-
-def _sync_folder(path: str) -> None:
-    """A rename lasts only once its folder is on the disk."""
-    descriptor = os.open(os.path.dirname(path), os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    raise OSError(errno.EBUSY, "other writers kept writing the same file")
 
 
 def make_folder(uri: str) -> None:
-    """A folder that is there even while it is empty; on S3 by the empty object consoles write for
-    that."""
+    """Makes a folder that exists while it is empty; on S3 by an empty object with a final slash, as
+    consoles do. Raises RequestError."""
     with _errors(uri):
         if (path := local_path(uri)) is not None:
             os.makedirs(path, exist_ok=True)
             return
         fs, name = _remote(uri)
-        bucket, _, inner = name.partition("/")
-        fs.call_s3("put_object", Bucket=bucket, Key=inner.rstrip("/") + "/", Body=b"")
+        bucket, _, key = name.partition("/")
+        fs.call_s3("put_object", Bucket=bucket, Key=key.rstrip("/") + "/", Body=b"")
 
 
 def delete(uri: str) -> None:
-    """Removes a file; it is no error if there is none."""
+    """Deletes a file; no error if it does not exist. Raises RequestError."""
     with _errors(uri):
         try:
             if (path := local_path(uri)) is not None:

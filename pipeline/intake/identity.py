@@ -1,5 +1,5 @@
-"""What makes a request the same request: the content of a video, the prompt, the full model and the
-settings that change its text. Draft settings are no part of it, since they change no text."""
+"""The id of a request: a hash of the video's content, the prompt, the full model and every setting
+that changes the text. Draft settings change no text, so they are not part of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pipeline import storage
 from pipeline.records import FrameOptions
 from std_core.types import Sampling
 
-PREPROCESSING_VERSION = (
-    2  # raise it when the same video and options give the model other pixels or other tokens
-)
+# raise it when the same video and options give the model other pixels or other tokens
+PREPROCESSING_VERSION = 2
 
 
 def request_id(
@@ -32,43 +31,51 @@ def request_id(
     sparse: Mapping[str, object] | None = None,
     window: Mapping[str, object] | None = None,
 ) -> str:
-    """A request's identity, 128 bits as 32 hex digits.
+    """Hashes what identifies a request to 128 bits, as 32 hex digits.
 
-    Args: video_uri: its credentials and signatures are no part of the identity: they differ from
-        day to day. size, version: bytes, and ETag or mtime; None where the video could not be
-        looked at. model_revision: a hub revision, or the hash of a local folder. dtype: of the full
-        model. given_id: the manifest's own `request_id`, if it has one. occurrence: number of the
-        row among equal ones (equal `given_id` included), from 0. sparse: the setting of `--mode
-        sparse`, whose text is not the full model's; None in the exact modes. window: start, length
-        and overlap (s) of the window that it is about; None without windows.
+    Args:
+        video_uri: hashed without credentials and signatures, which change from day to day.
+        size: of the video in bytes; None if it cannot be read.
+        version: ETag or mtime of the video; None if it cannot be read.
+        model_revision: a hub revision, or the hash of a local folder.
+        dtype: of the full model.
+        given_id: the manifest's own `request_id`, if it has one.
+        occurrence: number of the row among equal rows (with equal `given_id`), from 0.
+        sparse: settings of `--mode sparse`, whose text is not the full model's; None in the exact
+            modes.
+        window: start, length and overlap (s) of the window of the video; None without windows.
     """
     content = {
         "video": [storage.redact(storage.normalize(video_uri)), size, version],
         "prompt": prompt,
         "model": [model_revision, dtype],
-        "frames": _set(asdict(frames)),
-        "sampling": {"max_tokens": sampling.max_tokens} | _changed(sampling),
+        "frames": _without_unset(asdict(frames)),
+        "sampling": {"max_tokens": sampling.max_tokens} | _non_default(sampling),
         "preprocessing": PREPROCESSING_VERSION,
         "row": occurrence if given_id is None else [given_id, occurrence],
     }
     if sparse is not None:
-        content["sparse"] = _set(sparse)
+        content["sparse"] = _without_unset(sparse)
     if window is not None:
-        content["window"] = _set(window)
+        content["window"] = _without_unset(window)
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(canonical.encode("ascii"), digest_size=16).hexdigest()
 
 
-def _changed(sampling: Sampling) -> dict[str, object]:
-    """What is not as it is by default, so that a new option leaves old identities alone."""
-    usual = asdict(Sampling())
-    return _set({name: value for name, value in asdict(sampling).items() if value != usual[name]})
+def _non_default(sampling: Sampling) -> dict[str, object]:
+    """The options that differ from their defaults, so that a new option changes no existing id."""
+    defaults = asdict(Sampling())
+    changed = {name: value for name, value in asdict(sampling).items() if value != defaults[name]}
+    return _without_unset(changed)
 
 
-def _set(options: Mapping[str, object]) -> dict[str, object]:
-    """The options that are given; 2 and 2.0 are one value. A new option that is not set leaves old
-    identities alone."""
-    whole = {
-        k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in options.items()
-    }
-    return {name: value for name, value in whole.items() if value is not None}
+def _without_unset(options: Mapping[str, object]) -> dict[str, object]:
+    """The options that are not None, so that a new option changes no existing id. Whole floats
+    become integers, so that 2 and 2.0 give the same id."""
+    result: dict[str, object] = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        is_whole = isinstance(value, float) and value.is_integer()
+        result[name] = int(value) if is_whole else value  # type: ignore[call-overload]
+    return result

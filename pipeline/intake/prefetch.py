@@ -1,67 +1,64 @@
-"""Work that a thread does ahead of the one who needs it: headers are read while engines run. What
-comes out is taken by one thread, never waited for, and everything is made in another."""
+"""A bounded queue that a thread fills: headers are read while engines run."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
-WAIT = 5.0  # s for a thread to end
+JOIN_SECONDS = 5.0  # to wait for the thread on close
+PUT_SECONDS = 0.2  # between looks at whether the queue was closed
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Source(Protocol[T_co]):
-    """What is made elsewhere, and taken once it is there."""
+    """Items that another thread or process makes; polled by one thread."""
 
     @property
     def closed(self) -> bool:
-        """Whether everything was made and taken."""
+        """Whether all items were made and taken."""
 
-    def take(self, seconds: float = 0.0) -> T_co | None:
-        """The next thing; None if there is none within so many seconds. Raises what its making
-        raised."""
-
-
-class _Closed(Exception):
-    """Nobody takes anything any longer."""
+    def take(self, timeout: float = 0.0) -> T_co | None:
+        """The next item, or None if none arrives within `timeout` seconds. Raises the exception
+        that ended the making of items."""
 
 
 class Prefetcher(Generic[T]):
-    """What `make` hands to its argument, at most `most` of it ahead of `take`. A context
-    manager."""
+    """A `Source` whose items a thread takes from an iterable, at most `capacity` ahead of `take`.
 
-    def __init__(self, make: Callable[[Callable[[T], None]], None], most: int):
-        self._make = make
-        self._made: queue.Queue[T] = queue.Queue(most)
-        self._unwanted = threading.Event()
+    A context manager, which ends the thread.
+    """
+
+    def __init__(self, items: Iterable[T], capacity: int):
+        self._items = items
+        self._queue: queue.Queue[T] = queue.Queue(capacity)
+        self._stop = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
     @property
     def closed(self) -> bool:
-        return not self._thread.is_alive() and self._failure is None and self._made.empty()
+        return self._finished and self._failure is None
 
-    def take(self, seconds: float = 0.0) -> T | None:
-        """The next thing; None if there is none within so many seconds. Raises what `make` raised,
-        behind what it made before."""
+    def take(self, timeout: float = 0.0) -> T | None:
+        """As `Source.take`. An exception of the iterable is raised after the items before it."""
         try:
-            return self._made.get(timeout=seconds) if seconds else self._made.get_nowait()
+            return self._queue.get(timeout=timeout) if timeout else self._queue.get_nowait()
         except queue.Empty:
-            if not self._thread.is_alive() and self._failure is not None and self._made.empty():
+            if self._finished and self._failure is not None:
                 raise self._failure from None
             return None
 
     def close(self) -> None:
-        """Ends the thread at its next step; does not wait for long, since that may be a slow look
-        at storage."""
-        self._unwanted.set()
-        self._thread.join(WAIT)
+        """Ends the thread after the item that it is making. Waits only a short time for that, since
+        a read from storage may be slow."""
+        self._stop.set()
+        self._thread.join(JOIN_SECONDS)
 
     def __enter__(self) -> Prefetcher[T]:
         return self
@@ -71,18 +68,25 @@ class Prefetcher(Generic[T]):
     ) -> None:
         self.close()
 
+    @property
+    def _finished(self) -> bool:
+        """Whether the thread has ended and nothing is left in the queue."""
+        return not self._thread.is_alive() and self._queue.empty()
+
     def _run(self) -> None:
         try:
-            self._make(self._put)
-        except _Closed:
-            return
-        except BaseException as error:  # raised again where it is taken
+            for item in self._items:
+                if not self._put(item):
+                    return
+        except BaseException as error:  # raised again in `take`
             self._failure = error
 
-    def _put(self, made: T) -> None:
-        while not self._unwanted.is_set():
+    def _put(self, item: T) -> bool:
+        """Waits for room in the queue; False if the queue was closed meanwhile."""
+        while not self._stop.is_set():
             try:
-                return self._made.put(made, timeout=0.2)
+                self._queue.put(item, timeout=PUT_SECONDS)
+                return True
             except queue.Full:
                 continue
-        raise _Closed
+        return False

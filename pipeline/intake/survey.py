@@ -1,7 +1,10 @@
-"""What is known of a job before anything runs, and who finds it out: of its model without weights,
-of its input, of the requests that have no row yet. The work is `pipeline.intake.survey_process`'s;
-drivers let it be done in a process of its own, so that they need neither PyTorch nor transformers,
-and headers are read beside their work, not in between."""
+"""The survey of a job: facts about its model and input, then its planned requests.
+
+A survey reads the model's configuration without weights, the manifest and the videos' headers. That
+needs PyTorch and transformers. The driver uses `SubprocessSurvey`, whose process
+(`pipeline.intake.survey_process`) runs beside it, so that the driver imports neither and reading
+headers does not delay it.
+"""
 
 from __future__ import annotations
 
@@ -12,187 +15,230 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Pipe
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 
 from pipeline.config import ROOT, Job
 from pipeline.intake.prefetch import Source
-from pipeline.records import (
-    RESUME_HINT,
-    RunError,
-)
+from pipeline.records import RESUME_HINT, ProbedRequest, RunError
 from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import Device
 
-if TYPE_CHECKING:
-    from pipeline.records import (
-        ProbedRequest,
-    )
-
 logger = logging.getLogger(__name__)
 
-# no folder of the user's may pass for this package: relative inputs keep the working directory what
-# it is
-START = "import sys; sys.path[0] = sys.argv[1]; from pipeline.intake.survey_process import serve; serve(int(sys.argv[2]))"
+# Not `-m`: it would search the working directory first, where a user's folder may have the name of
+# this package. The working directory has to stay, since inputs may be relative paths.
+_SERVE = (
+    "import sys; sys.path[0] = sys.argv[1]; "
+    "from pipeline.intake.survey_process import serve; serve(int(sys.argv[2]))"
+)
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Of a job's model and input.
+    """Facts about a job's model and input.
 
     Args:
-        revision: of the checkpoint.
-        max_model_len: tokens that a request may have in all.
+        revision: of the model's checkpoint.
+        max_model_len: tokens of a request, prompt and answer.
         model_size: of the whole model, in the job's precision.
-        do_sample: whether texts are drawn where the job does not say.
-        device: where the input is read.
-        input_schema: as `Manifest` has it.
+        samples_by_default: whether the model's generation configuration samples.
+        device: of the machine that runs the survey.
+        input_schema: see `Manifest`.
     """
 
     revision: str
     max_model_len: int
     model_size: ModelSize
-    do_sample: bool
+    samples_by_default: bool
     device: Device
     input_schema: pa.Schema
 
 
 @dataclass(frozen=True)
 class InputTotals:
-    """Of an input, once it is read: its requests, those with a row included, and how many of them
-    had a row that is an error and stays."""
+    """Counts of an input that was read to its end.
+
+    Args:
+        requests: all requests, including those that had an output row before the run.
+        failed: requests whose row from before the run is an error row that is kept.
+    """
 
     requests: int
     failed: int
 
 
+@dataclass(frozen=True)
+class SurveyTask:
+    """The first message to the survey process.
+
+    Args:
+        isolate_probes: read each video's headers in a process of its own, see
+            `pipeline.video.isolated_probe`.
+    """
+
+    job: Job
+    prompts: tuple[str, ...]
+    isolate_probes: bool = False
+
+
+@dataclass(frozen=True)
+class RowIds:
+    """The second message: binary request ids, joined.
+
+    Args:
+        done: of requests that need no new row.
+        failed: of those among them whose row is an error.
+    """
+
+    done: bytes
+    failed: bytes
+
+
 class Survey(Protocol):
-    """Who finds it out: `SubprocessSurvey`, or `pipeline.intake.survey_process.InProcessSurvey`. A context manager."""
+    """A context manager that ends the survey: `SubprocessSurvey`, or
+    `pipeline.intake.survey_process.InProcessSurvey`."""
 
     @property
     def facts(self) -> JobFacts:
-        """Raises UsageError for what is wrong with the model, the draft or the input, if making one
-        has not."""
+        """Raises UsageError for an invalid model, draft or input, unless making the survey has."""
 
     def start(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
-        """Reads the input, once.
+        """Starts planning the requests of the input, once.
 
-        Args: done: fingerprints of the requests that have a row; `failed`: of those whose row is an
-            error.
+        Args:
+            done: binary ids of the requests that have a row.
+            failed: of those whose row is an error.
         """
 
     @property
     def totals(self) -> InputTotals:
-        """Once all of it is taken."""
+        """Known once all batches are taken."""
 
     def __enter__(self) -> Survey: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        """Stops reading."""
+    ) -> None: ...
 
 
 class SubprocessSurvey:
-    """A `Survey` in a process of its own, which does not outlive this one, and the `Source` that
-    it begins. Where a video's headers end that process, another one reads the rest, and each
-    video's in a process of its own first.
+    """A `Survey` in a process that does not outlive this one, and the `Source` of its batches.
 
-    Raises: UsageError: as `Survey` says. RunError: its process ended, with nothing read that was
-        the cause.
+    The messages over the pipe: `SurveyTask` to the process, `JobFacts` back, `RowIds` to the
+    process, then batches of requests and `InputTotals` back. An exception may come in place of any
+    answer.
+
+    If reading a video's headers crashes the process, a second one reads the rest of the input and
+    isolates the probes.
+
+    Raises:
+        UsageError: see `Survey`.
+        RunError: the process ended, and no video's headers can be the reason.
     """
 
     def __init__(self, job: Job, prompts: Sequence[str]):
-        self._asked = job, tuple(prompts)
-        # joined fingerprints
-        self._rows = (b"", b"")
-        self._handed_on = bytearray()
-        self._begun = self._wary = False
+        self._task = SurveyTask(job, tuple(prompts))
+        self._row_ids: RowIds | None = None  # once started
+        self._delivered_ids = bytearray()  # joined binary ids of the requests taken so far
         self._facts: JobFacts | None = None
-        self._closing: InputTotals | None = None
+        self._totals: InputTotals | None = None
         self._start_process()
 
     @property
     def facts(self) -> JobFacts:
-        """Waits for them, for seconds: the process loads what it needs."""
+        """Waits until they are known, for seconds: the process imports PyTorch."""
         if self._facts is None:
-            self._facts = self._answer()
+            self._facts = self._receive()
         return self._facts
 
     def start(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
-        _ = self.facts  # which come first
-        self._rows = (b"".join(done), b"".join(failed))
-        self._begun = True
-        self._tell(self._rows)
+        _ = self.facts  # the process sends them first
+        self._row_ids = RowIds(b"".join(done), b"".join(failed))
+        self._send(self._row_ids)
         return self
 
     @property
     def closed(self) -> bool:
-        return self._closing is not None
+        return self._totals is not None
 
     @property
     def totals(self) -> InputTotals:
-        assert self._closing is not None, "there is more to take"
-        return self._closing
+        assert self._totals is not None, "not all batches are taken"
+        return self._totals
 
-    def take(self, seconds: float = 0.0) -> list[ProbedRequest] | None:
-        """As `Source` has it. Raises RunError where the process ended, and what its survey
-        raised."""
-        if self.closed or not self._pipe.poll(seconds):
+    def take(self, timeout: float = 0.0) -> list[ProbedRequest] | None:
+        """As `Source.take`. Raises what the survey raised, and RunError if its process ended."""
+        if self.closed or not self._pipe.poll(timeout):
             return None
-        answer = self._answer()
-        if isinstance(answer, list):
-            self._handed_on += b"".join(bytes.fromhex(found.request_id) for found in answer)
-            return answer
-        self._closing = answer
-        return None
+        answer = self._receive()
+        if isinstance(answer, InputTotals):
+            self._totals = answer
+            return None
+        for request in answer:
+            self._delivered_ids += bytes.fromhex(request.request_id)
+        return answer
 
     def _start_process(self) -> None:
-        self._pipe, theirs = Pipe()
+        self._pipe, child_pipe = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", START, str(ROOT), str(theirs.fileno())],
+            [sys.executable, "-c", _SERVE, str(ROOT), str(child_pipe.fileno())],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # the driver's own ends with its JSON
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # what a terminal sends is for the driver, which ends this one
+            stdout=subprocess.DEVNULL,  # the driver's standard output ends with its JSON summary
+            pass_fds=(child_pipe.fileno(),),
+            start_new_session=True,  # Ctrl-C is for the driver, which then ends this process
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        theirs.close()
-        self._tell((*self._asked, self._wary))
+        child_pipe.close()
+        self._send(self._task)
 
-    def _tell(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `_answer` says why
+    def _stop_process(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+
+    def _send(self, message: SurveyTask | RowIds) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `_receive` then reports how the process ended
             self._pipe.send(message)
 
-    def _answer(self) -> Any:
+    def _receive(self) -> Any:
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            return self._again(self._process.wait())
+            self._restart_isolated(self._process.wait())
+            return []  # a batch of no requests
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def _again(self, status: int) -> list[ProbedRequest]:
-        """Reads the rest with care, if a signal has ended the process, and that for the first
-        time."""
-        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
-        if status >= 0 or self._wary or not self._begun:
-            raise RunError(f"the process that reads the input was ended {how}; {RESUME_HINT}")
+    def _restart_isolated(self, exit_code: int) -> None:
+        """Starts a second process that isolates the probes and leaves out what was delivered.
+
+        Raises:
+            RunError: the process was not ended by a signal, had not read a video yet, or isolated
+                the probes already.
+        """
+        if exit_code < 0:
+            cause = f"by {signal.Signals(-exit_code).name}"
+        else:
+            cause = f"with exit status {exit_code}"
+        row_ids = self._row_ids
+        if exit_code >= 0 or self._task.isolate_probes or row_ids is None:
+            raise RunError(f"the process that reads the input was ended {cause}; {RESUME_HINT}")
         logger.warning(
-            "the process that reads the input was ended %s: each file apart from now on", how
+            "the process that reads the input was ended %s: "
+            "each video's headers are now read in a process of their own",
+            cause,
         )
-        self._end()
-        self._wary = True
+        self._stop_process()
+        self._task = replace(self._task, isolate_probes=True)
         self._start_process()
-        self._facts = self._answer()
-        done, failed = self._rows
-        self._tell((done + self._handed_on, failed))
-        return []
+        self._facts = self._receive()
+        self._send(replace(row_ids, done=row_ids.done + self._delivered_ids))
 
     def __enter__(self) -> SubprocessSurvey:
         return self
@@ -200,9 +246,4 @@ class SubprocessSurvey:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._pipe.close()
+        self._stop_process()

@@ -1,10 +1,10 @@
-"""A survey of a job: its model without weights, its input, and what headers say of the videos.
-Needs PyTorch and transformers, which count the tokens of prompts."""
+"""Does the work of a survey, see `pipeline.intake.survey`. Needs PyTorch and transformers, which
+count the tokens of prompts."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from itertools import islice
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -21,77 +21,74 @@ from pipeline.intake.requests import (
     plan_in_batches,
     resolve_max_model_len,
 )
-from pipeline.intake.survey import InputTotals, JobFacts
+from pipeline.intake.survey import InputTotals, JobFacts, RowIds, SurveyTask
 from pipeline.output.ledger import split_fingerprints
-from pipeline.records import (
-    ProbedRequest,
-    RequestError,
-    RunError,
-    UsageError,
-)
+from pipeline.records import ProbedRequest, RequestError, RunError, UsageError
 from pipeline.video import isolated_probe
 from std_core.cost_model.device_specs import local_device
 from std_core.model.checkpoint import Checkpoint
 from std_core.model.tensor_parallel import unshardable_reason
 
-MADE = 4  # batches of headers that are read ahead
+PREFETCHED_BATCHES = 4
 
 
 class BlockingSurvey:
-    """A job's model and input. Raises UsageError for what is wrong with them, or with the job's
-    draft for the model.
+    """Surveys a job in the calling thread. Raises UsageError for an invalid model or input, or a
+    draft that does not fit the model.
 
     Args:
-        probed: reads headers.
+        probe_all: reads headers.
     """
 
     def __init__(self, job: Job, prompts: Sequence[str], probe_all: ProbeAll = requests.probe_all):
         self.probe_all = probe_all
         self.job = job
-        self.checkpoint = _load(job)
+        self.checkpoint = _load_checkpoint(job)
         _check_draft(job, self.checkpoint)
-        window = resolve_max_model_len(job, self.checkpoint)
-        manifest = open_job_manifest(job, prompts)
-        here = local_device("cuda" if torch.cuda.is_available() else "cpu")
-        revision = self.checkpoint.revision
-        model_size = self.checkpoint.model_size(job.dtype)
+        max_model_len = resolve_max_model_len(job, self.checkpoint)
+        self.manifest = open_job_manifest(job, prompts)
         self.facts = JobFacts(
-            revision,
-            window,
-            model_size,
-            self.checkpoint.samples_by_default,
-            here,
-            manifest.input_schema,
+            revision=self.checkpoint.revision,
+            max_model_len=max_model_len,
+            model_size=self.checkpoint.model_size(job.dtype),
+            samples_by_default=self.checkpoint.samples_by_default,
+            device=local_device("cuda" if torch.cuda.is_available() else "cpu"),
+            input_schema=self.manifest.input_schema,
         )
-        self._items = manifest.items
-        self.totals = InputTotals(0, 0)
+        self.totals = InputTotals(0, 0)  # of what was read so far
 
     def plan_requests(
         self, done: Set[bytes] = frozenset(), failed: Set[bytes] = frozenset()
     ) -> Iterator[list[ProbedRequest]]:
-        """As `Survey.start` has it, in batches; `totals` is of what was read."""
-        items = islice(self._items(), self.job.limit)
-        every = RequestStream(
-            items, job=self.job, revision=self.facts.revision, ids=set(), probe_all=self.probe_all
+        """Plans the requests of the input in batches; arguments as `Survey.start` has them."""
+        stream = RequestStream(
+            islice(self.manifest.rows(), self.job.limit),
+            job=self.job,
+            revision=self.facts.revision,
+            ids=set(),
+            probe_all=self.probe_all,
         )
-        yield from plan_in_batches(every.pending(done), self.job, self.checkpoint, self.probe_all)
-        self.totals = InputTotals(len(every.ids), len(every.ids & failed))
+        pending = stream.pending(done)
+        yield from plan_in_batches(pending, self.job, self.checkpoint, self.probe_all)
+        self.totals = InputTotals(len(stream.ids), len(stream.ids & failed))
 
 
 class InProcessSurvey:
-    """A `Survey` whose work is done by a thread of this process."""
+    """A `Survey` in a thread of this process."""
 
     def __init__(self, job: Job, prompts: Sequence[str], probe_all: ProbeAll = requests.probe_all):
         self._survey = BlockingSurvey(job, prompts, probe_all)
-        self.facts = self._survey.facts
-        self._ahead: Prefetcher[list[ProbedRequest]] | None = None
+        self._batches: Prefetcher[list[ProbedRequest]] | None = None
+
+    @property
+    def facts(self) -> JobFacts:
+        return self._survey.facts
 
     def start(self, done: Set[bytes], failed: Set[bytes]) -> Source[list[ProbedRequest]]:
-        batches = self._survey.plan_requests(
-            frozenset(done), frozenset(failed)
-        )  # the sets may change meanwhile
-        self._ahead = Prefetcher(lambda put: _each(put, batches), MADE)
-        return self._ahead
+        # copies, since the caller's sets change while the thread reads them
+        batches = self._survey.plan_requests(frozenset(done), frozenset(failed))
+        self._batches = Prefetcher(batches, PREFETCHED_BATCHES)
+        return self._batches
 
     @property
     def totals(self) -> InputTotals:
@@ -103,20 +100,13 @@ class InProcessSurvey:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._batches is not None:
+            self._batches.close()
 
 
-def _each(
-    put: Callable[[list[ProbedRequest]], None], batches: Iterable[list[ProbedRequest]]
-) -> None:
-    for batch in batches:
-        put(batch)
-
-
-def _load(job: Job) -> Checkpoint:
-    """The job's checkpoint, without weights. Raises UsageError where it cannot be loaded, takes no
-    video or cannot be shared by so many GPUs."""
+def _load_checkpoint(job: Job) -> Checkpoint:
+    """The job's checkpoint, without weights. Raises UsageError if it cannot be loaded, takes no
+    video, or cannot be split over the job's tensor-parallel ranks."""
     try:
         checkpoint = Checkpoint.load(model_path(job.model))
     except ValueError as error:
@@ -125,13 +115,13 @@ def _load(job: Job) -> Checkpoint:
         raise UsageError(
             f"model {job.model!r} is a {checkpoint.config.model_type}, which takes no video"
         )
-    if why := unshardable_reason(checkpoint.config, job.tensor_parallel_size):
-        raise UsageError(f"--tensor-parallel-size is {job.tensor_parallel_size}: {why}")
+    if reason := unshardable_reason(checkpoint.config, job.tensor_parallel_size):
+        raise UsageError(f"--tensor-parallel-size is {job.tensor_parallel_size}: {reason}")
     return checkpoint
 
 
 def _check_draft(job: Job, checkpoint: Checkpoint) -> None:
-    """Raises UsageError for a second model that cannot draft for the job's."""
+    """Raises UsageError for a draft model that cannot draft for the job's model."""
     draft = draft_of(job)
     if draft is not None and draft.model:
         try:
@@ -140,29 +130,33 @@ def _check_draft(job: Job, checkpoint: Checkpoint) -> None:
             raise UsageError(f"--draft {job.draft}: {error}") from error
 
 
-# ----------------------------------------------------------------------------- a process of its own
+# --------------------------------------------------------------------------------- the subprocess
 
 
 def serve(pipe: int) -> None:
-    """The process's whole life: facts, then batches, then the closing; an error in the place of
-    what it was to say."""
+    """Runs the process of a `SubprocessSurvey`, whose docstring describes the messages.
+
+    Args:
+        pipe: file descriptor of the connection to the driver.
+    """
     connection = Connection(pipe)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver is gone
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver ended
         try:
-            _survey(connection)
+            _answer(connection)
         except (UsageError, RequestError, RunError) as error:
             connection.send(error)
 
 
-def _survey(connection: Connection) -> None:
-    job, prompts, wary = connection.recv()
-    with InProcessSurvey(
-        job, prompts, isolated_probe.probe_all if wary else requests.probe_all
-    ) as here:
-        connection.send(here.facts)
-        done, failed = map(split_fingerprints, connection.recv())
-        found = here.start(set(done), set(failed))
-        while not found.closed:
-            if batch := found.take(1.0):
+def _answer(connection: Connection) -> None:
+    task: SurveyTask = connection.recv()
+    probe_all = isolated_probe.probe_all if task.isolate_probes else requests.probe_all
+    with InProcessSurvey(task.job, task.prompts, probe_all) as survey:
+        connection.send(survey.facts)
+        row_ids: RowIds = connection.recv()
+        batches = survey.start(
+            set(split_fingerprints(row_ids.done)), set(split_fingerprints(row_ids.failed))
+        )
+        while not batches.closed:
+            if batch := batches.take(1.0):
                 connection.send(batch)
-        connection.send(here.totals)
+        connection.send(survey.totals)

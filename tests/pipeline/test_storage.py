@@ -31,11 +31,11 @@ def write(folder: str, *names: str) -> None:
         storage.put(storage.join(folder, name), name.encode())
 
 
-def tails(folder: str, uris: object) -> list[str]:
+def relative_names(folder: str, uris: object) -> list[str]:
     return [uri.removeprefix(folder + "/") for uri in uris]
 
 
-def test_what_is_put_is_read_back(folder: str) -> None:
+def test_a_written_file_is_read_back_and_its_version_changes(folder: str) -> None:
     uri = storage.join(folder, "deep", "er", "file.bin")
     storage.put(uri, b"one")
     before = storage.info(uri)
@@ -54,7 +54,7 @@ def test_names_are_literal(folder: str, name: str) -> None:
     assert storage.read_bytes(uri) == name.encode()
     assert storage.info(uri).size == len(name.encode())
     assert list(storage.expand_glob(uri)) == [uri]
-    assert tails(folder, storage.list_files(folder)) == [name]
+    assert relative_names(folder, storage.list_files(folder)) == [name]
     assert storage.list_names(folder) == [name]
     with storage.open_read(uri) as file:
         assert file.read() == name.encode()
@@ -73,25 +73,29 @@ def test_a_folder_is_listed_in_order_without_hidden_and_other_files(folder: str)
         "a/b/c/d.mp4",
         "a/._x.mp4",
     )
-    found = tails(folder, storage.list_files(folder, {".mp4", ".mov"}))
+    found = relative_names(folder, storage.list_files(folder, {".mp4", ".mov"}))
     assert found == sorted(["b.mp4", "a/z.MOV", "a-b.mp4", "a.mp4", "a/b/c/d.mp4"])
-    assert "a/notes.txt" in tails(folder, storage.list_files(folder))
+    assert "a/notes.txt" in relative_names(folder, storage.list_files(folder))
 
 
-def test_a_prefix_is_a_folder_not_the_start_of_names(folder: str) -> None:
+def test_a_prefix_is_a_whole_path_component(folder: str) -> None:
     write(folder, "clips/a.mp4", "clips2/b.mp4")
-    assert tails(folder, storage.list_files(storage.join(folder, "clips"))) == ["clips/a.mp4"]
+    assert relative_names(folder, storage.list_files(storage.join(folder, "clips"))) == [
+        "clips/a.mp4"
+    ]
     assert storage.is_folder(storage.join(folder, "clips"))
     assert not storage.is_folder(storage.join(folder, "clip"))
     assert not storage.is_folder(storage.join(folder, "clips/a.mp4"))
 
 
-def test_listings_longer_than_a_page(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listings_continue_over_pages(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "3")
     write(s3.bucket, *(f"many/{i}.mp4" for i in range(8)))
     page = s3.client().list_objects_v2(Bucket=s3.bucket.removeprefix("s3://"))
     assert page["IsTruncated"]
-    assert tails(s3.bucket, storage.list_files(s3.bucket)) == [f"many/{i}.mp4" for i in range(8)]
+    assert relative_names(s3.bucket, storage.list_files(s3.bucket)) == [
+        f"many/{i}.mp4" for i in range(8)
+    ]
     assert len(storage.list_names(storage.join(s3.bucket, "many"))) == 8
     assert len(list(storage.expand_glob(storage.join(s3.bucket, "many/*.mp4")))) == 8
 
@@ -128,7 +132,7 @@ def test_globs(folder: str, pattern: str, expected: list[str]) -> None:
     )
     if "[x]" in pattern:
         write(folder, "[x]/g.mp4", "x/h.mp4")
-    assert tails(folder, storage.expand_glob(storage.join(folder, pattern))) == expected
+    assert relative_names(folder, storage.expand_glob(storage.join(folder, pattern))) == expected
 
 
 def test_a_large_file_is_read_in_ranges(folder: str) -> None:
@@ -137,7 +141,7 @@ def test_a_large_file_is_read_in_ranges(folder: str) -> None:
     storage.put(uri, data)
     with storage.open_read(uri) as file:
         read = []
-        if hasattr(file._file, "cache"):  # counts what goes over the wire
+        if hasattr(file._file, "cache"):  # a remote file: count the bytes requested
             fetch = file._file.cache.fetcher
             file._file.cache.fetcher = lambda start, end: (
                 read.append(end - start) or fetch(start, end)
@@ -154,25 +158,25 @@ def test_a_large_file_is_read_in_ranges(folder: str) -> None:
         assert file.read() == data
 
 
-def test_put_if_absent_lets_one_of_many_win(folder: str) -> None:
+def test_put_if_absent_succeeds_for_one_of_many_writers(folder: str) -> None:
     uri = storage.join(folder, "_lease", "1.json")
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(lambda i: storage.put_if_absent(uri, b"%d" % i), range(8)))
-    # moto checks and writes in two steps, so that only a later writer is sure to lose there
+    # moto checks and writes in two steps, so only a later writer is sure to fail there
     assert sum(won) == 1 or (folder.startswith("s3") and sum(won) >= 1)
     assert won[int(storage.read_bytes(uri))]
     assert not storage.put_if_absent(uri, b"late")
     assert storage.read_bytes(uri) != b"late"
 
 
-def test_a_put_that_was_answered_too_late_is_still_ours(s3: Any) -> None:
+def test_repeating_a_conditional_put_of_the_same_data_succeeds(s3: Any) -> None:
     uri = storage.join(s3.bucket, "x")
     assert storage.put_if_absent(uri, b"mine")
-    assert storage.put_if_absent(uri, b"mine")  # what the retry of the same put meets
+    assert storage.put_if_absent(uri, b"mine")  # as a retry does after a lost reply
     assert not storage.put_if_absent(uri, b"yours")
 
 
-def test_nothing_of_a_failed_local_write_is_left_or_seen(
+def test_a_failed_local_write_keeps_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = str(tmp_path / "x")
@@ -206,11 +210,11 @@ def test_an_empty_folder_can_be_made(folder: str) -> None:
     assert list(storage.list_files(made)) == []
 
 
-def test_what_is_missing_is_not_found(folder: str) -> None:
+def test_missing_files_are_not_found(folder: str) -> None:
     uri = storage.join(folder, "nobody", "x.mp4")
-    for look in (storage.info, storage.read_bytes, lambda u: storage.open_read(u).__enter__()):
+    for read in (storage.info, storage.read_bytes, lambda u: storage.open_read(u).__enter__()):
         with pytest.raises(RequestError) as caught:
-            look(uri)
+            read(uri)
         assert caught.value.code == "not_found"
         assert caught.value.message == f"{uri}: there is no such file"
     assert storage.list_names(storage.join(folder, "nobody")) == []
@@ -220,14 +224,14 @@ def test_what_is_missing_is_not_found(folder: str) -> None:
         storage.info("")
 
 
-def test_a_bucket_that_is_not_there(s3: Any) -> None:
+def test_a_missing_bucket_is_not_found(s3: Any) -> None:
     with pytest.raises(RequestError) as caught:
         storage.read_bytes(s3.bucket + "-nobody/x")
     assert caught.value.code == "not_found"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_denied_on_a_disk(tmp_path: Path) -> None:
+def test_an_unreadable_local_file_is_access_denied(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"")
     (tmp_path / "x").chmod(0)
     with pytest.raises(RequestError) as caught:
@@ -245,23 +249,20 @@ def test_no_credentials_is_access_denied(
         monkeypatch.setenv(name, str(tmp_path / "none"))
     caught: list[RequestError] = []
 
-    def look() -> (
-        None
-    ):  # a new thread has a filesystem of its own, which looks for credentials again
+    def read_info() -> None:
         try:
             storage.info(storage.join(s3.bucket, "x"))
         except RequestError as error:
             caught.append(error)
 
-    thread = threading.Thread(target=look)
+    # a new thread makes a new filesystem, which reads the credentials again
+    thread = threading.Thread(target=read_info)
     thread.start()
     thread.join()
     assert [error.code for error in caught] == ["access_denied"]
 
 
-def test_a_server_that_is_not_there_is_a_storage_error(
-    monkeypatch: pytest.MonkeyPatch, s3: Any
-) -> None:
+def test_an_unreachable_server_is_a_storage_error(monkeypatch: pytest.MonkeyPatch, s3: Any) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with pytest.raises(RequestError) as caught:
@@ -276,7 +277,7 @@ def test_an_unknown_scheme_is_a_storage_error() -> None:
     assert caught.value.code == "storage_error"
 
 
-def test_messages_name_no_credentials(s3: Any) -> None:
+def test_error_messages_contain_no_credentials(s3: Any) -> None:
     uri = "s3://AKIA123:se/cret@bucket/x.mp4".replace("se/", "se")
     with pytest.raises(RequestError) as caught:
         storage.read_bytes(uri)
@@ -285,7 +286,7 @@ def test_messages_name_no_credentials(s3: Any) -> None:
     assert "s3://bucket/x.mp4" in caught.value.message
 
 
-def test_a_file_behind_http(s3: Any) -> None:
+def test_a_presigned_url_can_be_read(s3: Any) -> None:
     storage.put(storage.join(s3.bucket, "a b.mp4"), b"0123456789")
     key = {"Bucket": s3.bucket.removeprefix("s3://"), "Key": "a b.mp4"}
     url = s3.client().generate_presigned_url("get_object", Params=key)
@@ -297,7 +298,7 @@ def test_a_file_behind_http(s3: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "shown"),
+    ("uri", "expected"),
     [
         ("/data/a@b?sig=1.mp4", "/data/a@b?sig=1.mp4"),
         ("s3://k:s@bucket/a@b?token=x.mp4", "s3://bucket/a@b?token=x.mp4"),
@@ -309,8 +310,8 @@ def test_a_file_behind_http(s3: Any) -> None:
         ("https://host?token=abc", "https://host"),
     ],
 )
-def test_redact(uri: str, shown: str) -> None:
-    assert storage.redact(uri) == shown
+def test_redact(uri: str, expected: str) -> None:
+    assert storage.redact(uri) == expected
 
 
 @pytest.mark.parametrize(
@@ -337,16 +338,16 @@ def test_local_path() -> None:
 
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=3), min_size=1, max_size=4))
-def test_braces_are_all_choices(choices: list[str]) -> None:
+def test_braces_expand_to_all_choices(choices: list[str]) -> None:
     expected = (
         sorted({f"x{choice}y" for choice in choices})
         if len(choices) > 1
         else [f"x{{{choices[0]}}}y"]
     )
-    assert uris.braces("x{" + ",".join(choices) + "}y") == expected
+    assert uris.expand_braces("x{" + ",".join(choices) + "}y") == expected
 
 
-def test_threads_have_filesystems_of_their_own(s3: Any) -> None:
+def test_each_thread_has_its_own_filesystem(s3: Any) -> None:
     write(s3.bucket, "x")
     barrier = threading.Barrier(4)
 
@@ -360,11 +361,13 @@ def test_threads_have_filesystems_of_their_own(s3: Any) -> None:
         assert len(set(pool.map(filesystem, range(4)))) == 4
 
 
-def test_a_disk_that_refuses_keeps_what_was_there_and_nothing_half_written(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_file_and_no_partial_one(tmp_path: Path) -> None:
     uri = str(tmp_path / "part")
     storage.put(uri, b"old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as a full disk: part of it fits
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1000, before[1])
+    )  # like a full disk: only a part fits
     try:
         for write in (storage.put, storage.put_if_absent):
             with pytest.raises(RequestError, match="part: File too large") as caught:
@@ -375,10 +378,10 @@ def test_a_disk_that_refuses_keeps_what_was_there_and_nothing_half_written(tmp_p
     assert storage.list_sizes(str(tmp_path)) == {"part": 3}
 
 
-def test_throttling_and_cut_connections_are_tried_again(
+def test_throttling_and_dropped_connections_are_retried(
     s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reply that got lost makes no difference either: of two writers one is the first."""
+    """Lost replies change nothing: of two writers exactly one succeeds."""
     with faulty_proxy(s3.endpoint, 0.25, 3) as (endpoint, calls):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         for number in range(10):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pipeline import storage
 from pipeline.config import Job
-from pipeline.intake import manifest
+from pipeline.intake import manifest, table_formats
 from pipeline.intake.manifest import open_manifest
 from pipeline.output import rows
 from pipeline.output.schema import output_schema, to_table
@@ -56,11 +56,11 @@ def write(folder: str, format_: str, rows: list[dict[str, Any]], name: str = "m"
     return uri
 
 
-def items(uri: str, *prompts: str, **columns: str) -> list[InputRow]:
-    return list(open_manifest(uri, prompts, **columns).items())
+def read_rows(uri: str, *prompts: str, **columns: str) -> list[InputRow]:
+    return list(open_manifest(uri, prompts, **columns).rows())
 
 
-def usage(uri: str, *prompts: str, **columns: str) -> str:
+def usage_error(uri: str, *prompts: str, **columns: str) -> str:
     with pytest.raises(UsageError) as caught:
         open_manifest(uri, prompts, **columns)
     assert "\n" not in str(caught.value)
@@ -72,12 +72,12 @@ def touch(folder: str, *names: str) -> None:
         storage.put(storage.join(folder, name), b"x")
 
 
-# --- videos without columns
+# ------------------------------------------------------------------------- folders, globs and lists
 
 
-def test_every_video_of_a_folder_answers_every_prompt(folder: str) -> None:
+def test_a_folder_gives_a_row_per_video_and_prompt(folder: str) -> None:
     touch(folder, "b.mp4", "a.MKV", "sub/c.webm", "notes.txt", ".h.mp4")
-    found = items(folder, "What?", "Who?")
+    found = read_rows(folder, "What?", "Who?")
     uris = [storage.join(folder, name) for name in ("a.MKV", "b.mp4", "sub/c.webm")]
     assert [(item.video_uri, item.prompt) for item in found] == [
         (u, p) for u in uris for p in ("What?", "Who?")
@@ -90,26 +90,26 @@ def test_every_video_of_a_folder_answers_every_prompt(folder: str) -> None:
 
 def test_a_glob_and_a_single_video(folder: str) -> None:
     touch(folder, "a.mp4", "b.mov", "c.txt", "x/d.bin", "odd [1], {2}.mp4")
-    assert len(items(storage.join(folder, "?.{mp4,mov}"), "p")) == 2
-    assert len(items(storage.join(folder, "**"), "p")) == 3
-    assert len(items(storage.join(folder, "x/*.bin"), "p")) == 1
-    assert [i.video_uri for i in items(storage.join(folder, "x/d.bin"), "p")] == [
+    assert len(read_rows(storage.join(folder, "?.{mp4,mov}"), "p")) == 2
+    assert len(read_rows(storage.join(folder, "**"), "p")) == 3
+    assert len(read_rows(storage.join(folder, "x/*.bin"), "p")) == 1
+    assert [i.video_uri for i in read_rows(storage.join(folder, "x/d.bin"), "p")] == [
         storage.join(folder, "x/d.bin")
     ]
-    assert len(items(storage.join(folder, "odd [1], {2}.mp4"), "p")) == 1
+    assert len(read_rows(storage.join(folder, "odd [1], {2}.mp4"), "p")) == 1
 
 
 def test_the_same_prompt_twice_is_two_requests(folder: str) -> None:
     touch(folder, "a.mp4")
-    assert [item.occurrence for item in items(folder, "p", "q", "p")] == [0, 0, 1]
+    assert [item.occurrence for item in read_rows(folder, "p", "q", "p")] == [0, 0, 1]
 
 
-def test_a_list_of_videos(folder: str) -> None:
+def test_a_text_file_names_one_video_per_line(folder: str) -> None:
     storage.put(
         storage.join(folder, "l/list.txt"),
         "\ufeffa b.mp4\r\n\n../#1.mp4\ns3://o/c.mp4\n/d.mp4".encode(),
     )
-    found = [item.video_uri for item in items(storage.join(folder, "l/list.txt"), "p")]
+    found = [item.video_uri for item in read_rows(storage.join(folder, "l/list.txt"), "p")]
     assert found == [
         storage.join(folder, "l/a b.mp4"),
         storage.join(folder, "#1.mp4"),
@@ -118,29 +118,29 @@ def test_a_list_of_videos(folder: str) -> None:
     ]
 
 
-def test_what_is_not_there(folder: str) -> None:
+def test_missing_or_empty_inputs_are_usage_errors(folder: str) -> None:
     gone = storage.join(folder, "nobody")
-    assert usage(gone, "p") == f"{gone}: there is no such file or folder"
-    assert usage(gone + ".csv", "p") == f"{gone}.csv: there is no such file"
-    assert "no file matches" in usage(storage.join(folder, "*.mp4"), "p")
+    assert usage_error(gone, "p") == f"{gone}: there is no such file or folder"
+    assert usage_error(gone + ".csv", "p") == f"{gone}.csv: there is no such file"
+    assert "no file matches" in usage_error(storage.join(folder, "*.mp4"), "p")
     touch(folder, "notes.md", ".x.mp4", "empty.txt")
     storage.put(storage.join(folder, "blank.txt"), b"\n\n")
-    assert "no video" in usage(folder, "p")
-    assert "no video" in usage(storage.join(folder, "blank.txt"), "p")
-    assert "prompt" in usage(folder)
+    assert "no video" in usage_error(folder, "p")
+    assert "no video" in usage_error(storage.join(folder, "blank.txt"), "p")
+    assert "prompt" in usage_error(folder)
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
-    assert "no video" in usage(str(tmp_path), "p")
+def test_an_empty_folder_is_a_usage_error(tmp_path: Path) -> None:
+    assert "no video" in usage_error(str(tmp_path), "p")
 
 
-# --- tables
+# ------------------------------------------------------------------------------------------- tables
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_rows_with_questions(folder: str, format_: str) -> None:
-    opened = open_manifest(write(folder, format_, ROWS), ["not asked"])
-    found = list(opened.items())
+def test_a_question_column_replaces_the_prompts(folder: str, format_: str) -> None:
+    opened = open_manifest(write(folder, format_, ROWS), ["not used"])
+    found = list(opened.rows())
     assert [item.prompt for item in found] == [row["question"] for row in ROWS]
     assert [item.video_uri for item in found] == [
         storage.join(folder, "a.mp4"), storage.join(folder, "sub/b.mp4"), "/abs/c.mp4", "s3://other/d.mp4",
@@ -149,53 +149,62 @@ def test_rows_with_questions(folder: str, format_: str) -> None:
         {"video": pa.string(), "question": pa.string(), "score": pa.float64(), "n": pa.int64()}
     )
     assert [item.columns for item in found] == ROWS
-    assert list(opened.items()) == found
+    assert list(opened.rows()) == found
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_rows_without_questions_answer_the_prompts(folder: str, format_: str) -> None:
+def test_tables_without_questions_use_the_prompts(folder: str, format_: str) -> None:
     uri = write(folder, format_, [{"path": "a.mp4", "tag": "x"}, {"path": "b.mp4", "tag": "y"}])
-    assert [(i.columns["tag"], i.prompt) for i in items(uri, "p", "q")] == [
+    assert [(i.columns["tag"], i.prompt) for i in read_rows(uri, "p", "q")] == [
         ("x", "p"),
         ("x", "q"),
         ("y", "p"),
         ("y", "q"),
     ]
-    assert "question column" in usage(uri)
+    assert "question column" in usage_error(uri)
 
 
-def test_columns_are_found_in_order_or_by_name(tmp_path: Path) -> None:
+def test_columns_are_found_by_default_order_or_by_name(tmp_path: Path) -> None:
     uri = write(
         str(tmp_path),
         "csv",
         [{"url": "/u", "video": "/v", "clip": "/c", "prompt": "p", "question": "q", "ask": "a"}],
     )
-    assert [(i.video_uri, i.prompt) for i in items(uri)] == [("/v", "q")]
+    assert [(i.video_uri, i.prompt) for i in read_rows(uri)] == [("/v", "q")]
     assert [
-        (i.video_uri, i.prompt) for i in items(uri, video_column="clip", question_column="ask")
+        (i.video_uri, i.prompt) for i in read_rows(uri, video_column="clip", question_column="ask")
     ] == [("/c", "a")]
-    assert set(items(uri)[0].columns) == {"url", "video", "clip", "input_prompt", "question", "ask"}
+    assert set(read_rows(uri)[0].columns) == {
+        "url",
+        "video",
+        "clip",
+        "input_prompt",
+        "question",
+        "ask",
+    }
 
 
-def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
+def test_an_error_about_a_missing_column_lists_the_existing_ones(tmp_path: Path) -> None:
     uri = write(str(tmp_path), "csv", [{"video_file": "/u", "questions": "q"}])
-    text = usage(uri, video_column="video_fil")
+    text = usage_error(uri, video_column="video_fil")
     assert "'video_fil'" in text
     assert "it has video_file, questions" in text
     assert "nearest is 'video_file'" in text
-    assert "video_file, questions" in usage(uri, "p")
-    assert "nearest is 'questions'" in usage(
+    assert "video_file, questions" in usage_error(uri, "p")
+    assert "nearest is 'questions'" in usage_error(
         uri, video_column="video_file", question_column="question"
     )
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_own_ids_and_equal_rows(folder: str, format_: str) -> None:
+def test_given_ids_are_kept_and_equal_rows_are_numbered(folder: str, format_: str) -> None:
     rows = [{"video": "a", "question": "q", "request_id": own} for own in ("007", "1", "007")]
-    found = items(write(folder, format_, rows))
+    found = read_rows(write(folder, format_, rows))
     assert [(i.given_id, i.occurrence) for i in found] == [("007", 0), ("1", 0), ("007", 1)]
     assert [i.columns["input_request_id"] for i in found] == ["007", "1", "007"]
-    equal = items(write(folder, format_, [{"video": "a", "question": q} for q in "qqpq"], "equal"))
+    equal = read_rows(
+        write(folder, format_, [{"video": "a", "question": q} for q in "qqpq"], "equal")
+    )
     assert [(i.prompt, i.occurrence) for i in equal] == [("q", 0), ("q", 1), ("p", 0), ("q", 2)]
 
 
@@ -205,30 +214,34 @@ def test_names_that_look_like_numbers_and_dates_stay_text(tmp_path: Path) -> Non
         {"video": "0013", "question": "2024-01-02"},
     ]
     for format_ in FORMATS:
-        found = items(write(str(tmp_path), format_, rows))
+        found = read_rows(write(str(tmp_path), format_, rows))
         assert [Path(i.video_uri).name for i in found] == ["0012", "0013"]
         assert [i.prompt for i in found] == ["2024-01-01", "2024-01-02"]
 
 
-def test_numbered_ids_are_text(tmp_path: Path) -> None:
+def test_numeric_ids_become_text(tmp_path: Path) -> None:
     rows = [{"video": "a", "question": "q", "request_id": 7}]
-    assert [items(write(str(tmp_path), f, rows))[0].given_id for f in FORMATS] == ["7", "7", "7"]
+    assert [read_rows(write(str(tmp_path), f, rows))[0].given_id for f in FORMATS] == [
+        "7",
+        "7",
+        "7",
+    ]
 
 
-def test_questions_on_one_video_come_together(tmp_path: Path) -> None:
+def test_rows_on_one_video_come_together(tmp_path: Path) -> None:
     rows = [{"video": f"{i % 3}.mp4", "question": f"q{i}"} for i in range(9)]
-    found = items(write(str(tmp_path), "parquet", rows))
+    found = read_rows(write(str(tmp_path), "parquet", rows))
     assert [item.prompt for item in found] == [f"q{i}" for i in (0, 3, 6, 1, 4, 7, 2, 5, 8)]
 
 
-def test_cells_without_a_video_or_a_question_become_items_that_fail(tmp_path: Path) -> None:
+def test_empty_cells_give_rows_with_empty_fields(tmp_path: Path) -> None:
     rows = [
         {"video": None, "question": "q"},
         {"video": "a", "question": None},
         {"video": "a", "question": "q"},
     ]
     for format_ in ("parquet", "jsonl"):
-        found = items(write(str(tmp_path), format_, rows))
+        found = read_rows(write(str(tmp_path), format_, rows))
         assert [(i.video_uri, i.prompt) for i in found] == [
             ("", "q"),
             (str(tmp_path / "a"), ""),
@@ -237,7 +250,7 @@ def test_cells_without_a_video_or_a_question_become_items_that_fail(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "message"),
     [
         ("m.parquet", b"not parquet", "cannot be read"),
         ("m.parquet", b"", "cannot be read"),
@@ -253,15 +266,17 @@ def test_cells_without_a_video_or_a_question_become_items_that_fail(tmp_path: Pa
         ("m.txt", b"\xff\xfe\n", "cannot be read"),
     ],
 )
-def test_broken_manifests_are_one_sentence(folder: str, name: str, data: bytes, said: str) -> None:
+def test_unreadable_manifests_are_usage_errors_of_one_line(
+    folder: str, name: str, data: bytes, message: str
+) -> None:
     uri = storage.join(folder, name)
     storage.put(uri, data)
-    text = usage(uri, "p")
+    text = usage_error(uri, "p")
     assert uri in text
-    assert said in text
+    assert message in text
 
 
-def test_columns_of_all_types_arrive_in_the_output_unchanged(tmp_path: Path) -> None:
+def test_columns_of_all_types_reach_the_output_unchanged(tmp_path: Path) -> None:
     late = datetime(2024, 5, 6, 7, 8, 9, 123456, tzinfo=timezone.utc)
     columns = {
         "video": pa.array(["a", "b"], pa.large_string()),
@@ -287,22 +302,24 @@ def test_columns_of_all_types_arrive_in_the_output_unchanged(tmp_path: Path) -> 
     table = pa.table(columns, metadata={"pandas": "{}"})
     pq.write_table(table, tmp_path / "m.parquet")
     opened = open_manifest(str(tmp_path / "m.parquet"), ["p"])
-    rows = [item.columns for item in opened.items()]
+    rows = [item.columns for item in opened.rows()]
     carried = to_table(rows, output_schema(opened.input_schema)).select(opened.input_schema.names)
     assert carried.equals(table.rename_columns([*table.column_names[:-1], "input_status"]))
 
 
-def test_types_hold_for_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_column_types_are_inferred_from_the_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
-        manifest, "_ROW_BYTES", 200
-    )  # so that the first block says nothing about the last
+        table_formats, "MAX_ROW_BYTES", 200
+    )  # several blocks: the first does not show the last one's types
     rows = [
         {"video": "a", "question": "q", "x": i if i < 99 else 1.5, "y": None if i < 99 else "z"}
         for i in range(100)
     ]
     for format_ in ("csv", "jsonl"):
         opened = open_manifest(write(str(tmp_path), format_, rows))
-        found = list(opened.items())
+        found = list(opened.rows())
         assert opened.input_schema.field("x").type == pa.float64()
         assert opened.input_schema.field("y").type == pa.string()
         assert (found[0].columns["x"], found[99].columns["x"], found[99].columns["y"]) == (
@@ -312,20 +329,18 @@ def test_types_hold_for_the_whole_file(tmp_path: Path, monkeypatch: pytest.Monke
         )
 
 
-def test_long_manifests_are_read_as_they_are_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_manifests_are_read_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"video": [f"{i}.mp4" for i in range(50_000)], "question": ["q"] * 50_000})
     pq.write_table(table, tmp_path / "m.parquet", row_group_size=5000)
     batch_sizes = []
-    rows = manifest._rows
+    rows_of_batch = manifest._TableReader.rows_of_batch
 
-    def counting_rows(batch: pa.RecordBatch, *args: Any, **kwargs: Any) -> Iterator[InputRow]:
+    def counting(reader: manifest._TableReader, batch: pa.RecordBatch) -> Iterator[InputRow]:
         batch_sizes.append(batch.num_rows)
-        return rows(batch, *args, **kwargs)
+        return rows_of_batch(reader, batch)
 
-    monkeypatch.setattr(manifest, "_rows", counting_rows)
-    stream = open_manifest(str(tmp_path / "m.parquet")).items()
+    monkeypatch.setattr(manifest._TableReader, "rows_of_batch", counting)
+    stream = open_manifest(str(tmp_path / "m.parquet")).rows()
     assert len(list(islice(stream, 100))) == 100
     assert sum(batch_sizes) <= 8192
     assert 100 + sum(1 for _ in stream) == 50_000
@@ -335,7 +350,7 @@ _NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8)
 
 
 @given(st.lists(st.tuples(_NAMES, _NAMES), min_size=1, max_size=20))
-def test_no_row_is_lost_or_made_up(
+def test_each_row_appears_exactly_once(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
 ) -> None:
     folder = str(tmp_path_factory.mktemp("m"))
@@ -344,7 +359,7 @@ def test_no_row_is_lost_or_made_up(
         for i, (video, question) in enumerate(rows)
     ]
     for format_ in FORMATS:
-        found = items(write(folder, format_, table))
+        found = read_rows(write(folder, format_, table))
         assert sorted(item.columns["row"] for item in found) == list(range(len(rows)))
         keys = [(item.video_uri, item.prompt, item.occurrence) for item in found]
         assert len(set(keys)) == len(rows)
@@ -352,10 +367,10 @@ def test_no_row_is_lost_or_made_up(
             assert item.prompt == rows[item.columns["row"]][1]
 
 
-def test_credentials_are_handed_to_storage_and_to_nothing_else(tmp_path: Path) -> None:
+def test_credentials_reach_storage_but_not_the_output(tmp_path: Path) -> None:
     signed = "https://who:secret@host/a.mp4?x=2&X-Amz-Signature=secret"
     (tmp_path / "m.csv").write_text(f"url,question\n{signed},What?\n")
-    [item] = open_manifest(str(tmp_path / "m.csv")).items()
+    [item] = open_manifest(str(tmp_path / "m.csv")).rows()
     assert item.video_uri == signed
     assert item.columns == {"url": "https://host/a.mp4?x=2", "question": "What?"}
     failure = FailedRequest(PendingRequest("1", item), RequestError("not_found", "gone"))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,56 +10,57 @@ from pipeline.intake.prefetch import Prefetcher
 from pipeline.records import UsageError
 
 
-def drain(ahead: Prefetcher[int]) -> list[int]:
+def drain(prefetcher: Prefetcher[int]) -> list[int]:
     taken = []
-    while not ahead.closed:
-        if (made := ahead.take(0.01)) is not None:
-            taken.append(made)
+    while not prefetcher.closed:
+        if (item := prefetcher.take(0.01)) is not None:
+            taken.append(item)
     return taken
 
 
-def test_everything_comes_out_in_order_and_little_is_made_ahead() -> None:
+def test_items_keep_their_order_and_at_most_the_capacity_is_made_ahead() -> None:
     made = 0
 
-    def make(put: Callable[[int], None]) -> None:
+    def items() -> Iterator[int]:
         nonlocal made
-        for made in range(1, 101):
-            put(made)
+        for number in range(1, 101):
+            made = number
+            yield number
 
-    with Prefetcher(make, 3) as ahead:
+    with Prefetcher(items(), 3) as prefetcher:
         deadline = time.monotonic() + 10
         while made < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert made == 4 and not ahead.closed
-        assert drain(ahead) == list(range(1, 101))
+        assert made == 4 and not prefetcher.closed
+        assert drain(prefetcher) == list(range(1, 101))
 
 
-def test_nothing_yet_is_not_the_end() -> None:
+def test_an_empty_queue_is_not_closed_while_the_thread_runs() -> None:
     go = threading.Event()
 
-    def make(put: Callable[[int], None]) -> None:
+    def items() -> Iterator[int]:
         go.wait()
-        put(7)
+        yield 7
 
-    with Prefetcher(make, 1) as ahead:
-        assert ahead.take() is None and not ahead.closed
+    with Prefetcher(items(), 1) as prefetcher:
+        assert prefetcher.take() is None and not prefetcher.closed
         go.set()
-        assert drain(ahead) == [7]
-        assert ahead.take() is None
+        assert drain(prefetcher) == [7]
+        assert prefetcher.take() is None
 
 
-def test_what_goes_wrong_is_raised_behind_what_was_made() -> None:
-    def make(put: Callable[[int], None]) -> None:
-        put(1)
+def test_an_exception_is_raised_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
         raise UsageError("line 2 is broken")
 
-    with Prefetcher(make, 5) as ahead:
-        assert ahead.take(10) == 1
+    with Prefetcher(items(), 5) as prefetcher:
+        assert prefetcher.take(10) == 1
         with pytest.raises(UsageError, match="line 2"):
-            drain(ahead)
+            drain(prefetcher)
 
 
-def test_a_thread_that_nobody_listens_to_ends() -> None:
-    with Prefetcher(lambda put: [put(i) for i in range(1000)], 1) as ahead:
+def test_closing_ends_a_thread_that_waits_for_room() -> None:
+    with Prefetcher(iter(range(1000)), 1) as prefetcher:
         pass
-    assert not ahead._thread.is_alive()
+    assert not prefetcher._thread.is_alive()

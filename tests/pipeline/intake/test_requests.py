@@ -45,7 +45,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_a_model_that_takes_no_video_is_refused_before_anything_starts(
+def test_a_model_without_video_support_is_a_usage_error(
     families: Callable[[str], Path], clip: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--input", clip, "--output", str(tmp_path / "out"), "--model", str(families("llama"))]
@@ -59,7 +59,7 @@ def ids(items: list[InputRow], job: Job, done: frozenset[bytes] = frozenset()) -
     return [p.request_id for p in RequestStream(items, job, "r", set()).pending(done)]
 
 
-def test_requests_are_named_by_what_changes_their_text(clip: str) -> None:
+def test_ids_depend_on_settings_that_change_the_text_only(clip: str) -> None:
     items = [
         InputRow(clip, "a"),
         InputRow(clip, "b"),
@@ -76,7 +76,7 @@ def test_requests_are_named_by_what_changes_their_text(clip: str) -> None:
         assert not set(ids(items, other)) & set(names)
 
 
-def test_what_has_a_row_is_left_out_and_a_repeated_id_is_one_request(clip: str) -> None:
+def test_requests_with_a_row_are_left_out_and_equal_ids_are_one_request(clip: str) -> None:
     items = [
         InputRow(clip, "a", given_id="7"),
         InputRow(clip, "b"),
@@ -89,7 +89,7 @@ def test_what_has_a_row_is_left_out_and_a_repeated_id_is_one_request(clip: str) 
     assert requests.ids == {bytes.fromhex(name) for name in names}
 
 
-def test_a_context_is_the_prompt_and_the_visual_tokens(clip: str, checkpoint: Checkpoint) -> None:
+def test_the_context_is_prompt_plus_visual_tokens(clip: str, checkpoint: Checkpoint) -> None:
     pool = [PendingRequest("1", InputRow(clip, "Describe this video."))]
     [planned] = plan_requests(pool, Job(), checkpoint)
     assert isinstance(planned, PlannedRequest)
@@ -106,7 +106,7 @@ def test_a_context_is_the_prompt_and_the_visual_tokens(clip: str, checkpoint: Ch
     )
 
 
-def test_every_request_is_planned_or_fails(clip: str, checkpoint: Checkpoint) -> None:
+def test_every_request_is_planned_or_failed(clip: str, checkpoint: Checkpoint) -> None:
     items = [
         InputRow(clip, "a"),
         InputRow("", "a"),
@@ -126,13 +126,13 @@ def test_every_request_is_planned_or_fails(clip: str, checkpoint: Checkpoint) ->
     }
 
 
-def test_no_window_beyond_the_models_own(checkpoint: Checkpoint) -> None:
+def test_max_model_len_is_limited_by_the_model(checkpoint: Checkpoint) -> None:
     assert resolve_max_model_len(Job(), checkpoint) == checkpoint.max_model_len
     with pytest.raises(UsageError, match="--max-model-len"):
         resolve_max_model_len(Job(max_model_len=checkpoint.max_model_len + 1), checkpoint)
 
 
-def test_a_texts_draft_is_part_of_its_identity_only_where_it_makes_the_text(tmp_path: Path) -> None:
+def test_draft_settings_are_part_of_the_id_in_sparse_mode_only(tmp_path: Path) -> None:
     def ids(**settings: Any) -> set[str]:
         job = Job(input=str(tmp_path), **settings)
         items = [InputRow(str(tmp_path / "a.mp4"), "?")]
@@ -145,9 +145,7 @@ def test_a_texts_draft_is_part_of_its_identity_only_where_it_makes_the_text(tmp_
     assert sparse != ids(mode="sparse", draft="teal")
 
 
-def test_few_headers_are_read_before_the_first_requests_are_known_and_never_very_many(
-    clip: str, checkpoint: Checkpoint
-) -> None:
+def test_batches_start_small_and_are_bounded(clip: str, checkpoint: Checkpoint) -> None:
     taken = 0
 
     def pending() -> Iterator[PendingRequest]:
@@ -162,8 +160,8 @@ def test_few_headers_are_read_before_the_first_requests_are_known_and_never_very
     assert sum(sizes) == 3000 and max(sizes) <= MAX_BATCH
 
 
-def test_a_request_that_was_seen_costs_little(tmp_path: Path) -> None:
-    """A driver remembers 16 bytes of each of a million requests, whatever Python makes of them."""
+def test_memory_per_request_is_bounded(tmp_path: Path) -> None:
+    """An id is 16 bytes; with Python's overhead a request may keep less than 180."""
     count = 4000
     items = (InputRow(str(tmp_path / "none.mp4"), f"question {i}") for i in range(count))
     requests = RequestStream(items, Job(), "r", set())

@@ -1,4 +1,4 @@
-"""A survey in a process of its own finds what one in this process finds, and ends with its
+"""A survey in a subprocess gives the same results as one in this process, and ends with its
 driver."""
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -17,14 +18,9 @@ import pytest
 from jobs.demo_model import world
 from pipeline.config import ROOT, Job
 from pipeline.intake.prefetch import Source
-from pipeline.intake.survey import SubprocessSurvey, Survey
+from pipeline.intake.survey import InputTotals, JobFacts, SubprocessSurvey, Survey
 from pipeline.intake.survey_process import InProcessSurvey
-from pipeline.records import (
-    FailedRequest,
-    ProbedRequest,
-    RunError,
-    UsageError,
-)
+from pipeline.records import FailedRequest, ProbedRequest, RunError, UsageError
 from pipeline.video import isolated_probe
 
 PROMPTS = ("What?", "How many?")
@@ -32,7 +28,7 @@ PROMPTS = ("What?", "How many?")
 
 @pytest.fixture
 def job(tmp_path: Path, tiny_model: Path) -> Job:
-    """Two clips, and a file that is none."""
+    """Two clips, and a file that is no video."""
     folder = tmp_path / "videos"
     folder.mkdir()
     for number in range(2):
@@ -41,79 +37,95 @@ def job(tmp_path: Path, tiny_model: Path) -> Job:
     return Job(input=str(folder), model=str(tiny_model))
 
 
-def drain(found: Source[list[ProbedRequest]]) -> list[ProbedRequest]:
-    every: list[ProbedRequest] = []
-    while not found.closed:
-        every += found.take(1.0) or []
-    return every
+def drain(batches: Source[list[ProbedRequest]]) -> list[ProbedRequest]:
+    requests: list[ProbedRequest] = []
+    while not batches.closed:
+        requests += batches.take(1.0) or []
+    return requests
 
 
-def ids(every: Iterable[ProbedRequest]) -> list[str]:
-    return [one.request_id for one in every]
+def ids(requests: Iterable[ProbedRequest]) -> list[str]:
+    return [request.request_id for request in requests]
 
 
-def test_two_processes_find_what_one_does(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a place where a folder of the user's has the name of this package."""
-    place = Path(job.input).parent
-    (place / "pipeline").mkdir()
-    (place / "pipeline" / "__init__.py").write_text("raise SystemExit('not this one')")
-    monkeypatch.chdir(place)
+class Result(NamedTuple):
+    facts: JobFacts
+    requests: list[ProbedRequest]
+    totals: InputTotals
+
+    @property
+    def comparable(self) -> tuple[object, ...]:
+        """Everything, with errors as values, since exceptions compare by identity."""
+        failed = [r for r in self.requests if isinstance(r, FailedRequest)]
+        planned = [r for r in self.requests if not isinstance(r, FailedRequest)]
+        errors = [(r.error.code, r.error.message) for r in failed]
+        return self.facts, ids(self.requests), errors, planned, self.totals
+
+
+def run(survey: Survey, done: frozenset[bytes] = frozenset()) -> Result:
+    with survey:
+        requests = drain(survey.start(done, done))
+        return Result(survey.facts, requests, survey.totals)
+
+
+def test_a_subprocess_survey_equals_an_in_process_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run in a working directory that has a folder named like this package."""
+    folder = Path(job.input).parent
+    (folder / "pipeline").mkdir()
+    (folder / "pipeline" / "__init__.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(folder)
     job = replace(job, input="videos")
 
-    def survey(surveyor: Survey, done: frozenset[bytes] = frozenset()) -> tuple[object, ...]:
-        with surveyor:
-            every = drain(surveyor.start(done, done))
-            failures = [
-                (f.error.code, f.error.message) for f in every if isinstance(f, FailedRequest)
-            ]
-            planned = [one for one in every if not isinstance(one, FailedRequest)]
-            return surveyor.facts, ids(every), failures, planned, surveyor.totals
+    in_process = run(InProcessSurvey(job, PROMPTS))
+    subprocessed = run(SubprocessSurvey(job, PROMPTS))
+    assert subprocessed.comparable == in_process.comparable
+    assert len(in_process.requests) == 6
+    assert sum(isinstance(r, FailedRequest) for r in in_process.requests) == 2
+    assert in_process.totals == InputTotals(6, 0)
 
-    alone = survey(InProcessSurvey(job, PROMPTS))
-    apart = survey(SubprocessSurvey(job, PROMPTS))
-    assert apart == alone
-    assert (
-        len(alone[1]) == 6
-        and len(alone[2]) == 2
-        and (apart[-1].requests, apart[-1].failed) == (6, 0)
-    )
-    some = frozenset(map(bytes.fromhex, alone[1][:3]))
-    again = survey(
-        InProcessSurvey(job, PROMPTS), some
-    )  # that another process is told what is done, the next but one shows
-    assert again[1] == alone[1][3:] and (again[-1].requests, again[-1].failed) == (6, 3)
+    all_ids = ids(in_process.requests)
+    done = frozenset(map(bytes.fromhex, all_ids[:3]))
+    # that `done` reaches a subprocess is covered by the test of a killed survey
+    rest = run(InProcessSurvey(job, PROMPTS), done)
+    assert ids(rest.requests) == all_ids[3:]
+    assert rest.totals == InputTotals(6, 3)
 
 
-def test_what_is_wrong_is_raised_where_it_is_asked_for(job: Job, tmp_path: Path) -> None:
+def test_an_error_late_in_the_manifest_is_raised_where_batches_are_taken(
+    job: Job, tmp_path: Path
+) -> None:
     listed = tmp_path / "list.txt"
     listed.write_bytes(b"a.mp4\n" * 30_000 + b"\xff.mp4\n")
     with SubprocessSurvey(Job(input=str(listed), model=job.model), PROMPTS) as survey:
         assert survey.facts.input_schema.names == []
-        found = survey.start(frozenset(), frozenset())
+        batches = survey.start(frozenset(), frozenset())
         with pytest.raises(UsageError, match=r"list.txt cannot be read"):
-            drain(found)
+            drain(batches)
 
 
-def test_a_survey_that_is_killed_is_gone_on_with_once(
+def test_a_killed_survey_is_restarted_once_and_continues(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a part of the input was handed on; the second time there is nothing to blame."""
-    with InProcessSurvey(job, PROMPTS) as here:
-        whole = ids(drain(here.start(frozenset(), frozenset())))
-    row = {bytes.fromhex(whole[1])}
+    """It was killed after one request was delivered. The second process ends without a signal,
+    which no video can be the reason for."""
+    with InProcessSurvey(job, PROMPTS) as survey:
+        all_ids = ids(drain(survey.start(frozenset(), frozenset())))
+    done = {bytes.fromhex(all_ids[1])}
     with SubprocessSurvey(job, PROMPTS) as survey:
-        found = survey.start(row, row)
-        survey._handed_on += bytes.fromhex(whole[0])
+        batches = survey.start(done, done)
+        survey._delivered_ids += bytes.fromhex(all_ids[0])
         survey._process.send_signal(signal.SIGSEGV)
-        assert sorted(ids(drain(found))) == sorted(whole[2:])
-        assert (survey.totals.requests, survey.totals.failed) == (6, 1)
-        assert "was ended by SIGSEGV: each file apart from now on" in caplog.text
+        assert sorted(ids(drain(batches))) == sorted(all_ids[2:])
+        assert survey.totals == InputTotals(6, 1)
+        assert "was ended by SIGSEGV: each video's headers are now read in a process" in caplog.text
         survey._process.wait()
-        survey._closing = None  # as if there were more
+        survey._totals = None  # as if there were more batches
         with pytest.raises(
             RunError, match=r"reads the input was ended with exit status 0; .*resumes"
         ):
-            drain(found)
+            drain(batches)
 
 
 STAND_IN = """
@@ -125,27 +137,25 @@ def check_headers(job, buffer):
 """
 
 
-def test_only_the_file_that_ends_processes_is_blamed(
+def test_with_isolated_probes_only_the_video_that_crashes_the_probe_fails(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Carefully, a probe that kills its process is a row; the others are as ever."""
     (Path(job.input) / "3.mp4").write_bytes(b"kill")
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setattr(isolated_probe, "HEADER_CHECK", "stand_in:check_headers")
-    with InProcessSurvey(job, PROMPTS, isolated_probe.probe_all) as survey:
-        every = drain(survey.start(frozenset(), frozenset()))
+    result = run(InProcessSurvey(job, PROMPTS, isolated_probe.probe_all))
     errors = {
-        Path(f.pending.input_row.video_uri).name: f.error
-        for f in every
-        if isinstance(f, FailedRequest)
+        Path(r.pending.input_row.video_uri).name: r.error
+        for r in result.requests
+        if isinstance(r, FailedRequest)
     }
     assert {name: error.code for name, error in errors.items()} == {
         "2.mp4": "not_a_video",
         "3.mp4": "decode_crashed",
     }
     assert "3.mp4: its headers cannot be read: it crashed (SIGSEGV)" in errors["3.mp4"].message
-    assert len(every) == 8
+    assert len(result.requests) == 8
 
 
 DRIVER = """
@@ -161,9 +171,9 @@ time.sleep(600)
 
 
 def test_a_survey_does_not_outlive_its_driver(job: Job) -> None:
-    words = [sys.executable, "-c", DRIVER, job.input, job.model]
+    command = [sys.executable, "-c", DRIVER, job.input, job.model]
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     ) as driver:
         assert driver.stdout is not None
         survey = psutil.Process(int(driver.stdout.readline()))

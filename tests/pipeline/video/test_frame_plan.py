@@ -1,5 +1,4 @@
-"""Qwen's sampling rules, and that the plan's token count is the one that Hugging Face's processor
-arrives at."""
+"""Qwen's sampling rules; token counts equal to those of Hugging Face's processors."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def video(frames: int = 300, fps: float = 30.0, height: int = 240, width: int = 
 
 
 @pytest.mark.parametrize("scenes", range(1, 13))
-def test_every_frame_falls_into_its_scene(scenes: int) -> None:
+def test_the_demo_clips_get_four_samples_per_scene(scenes: int) -> None:
     plan = plan_frames(video(frames=16 * scenes, fps=8), FrameOptions(), SMALL)
     assert [int(time // 2) for time in plan.times] == [
         scene for scene in range(scenes) for _ in range(4)
@@ -65,7 +64,7 @@ def test_every_frame_falls_into_its_scene(scenes: int) -> None:
         (300, FrameOptions(min_frames=1, max_frames=1), 2),
     ],
 )
-def test_counts(frames: int, options: FrameOptions, count: int) -> None:
+def test_number_of_samples(frames: int, options: FrameOptions, count: int) -> None:
     assert len(plan_frames(video(frames), options, SMALL).times) == count
 
 
@@ -74,14 +73,14 @@ def test_one_frame_costs_a_whole_temporal_patch() -> None:
     assert (plan.times, plan.tokens) == ((0.0,), 16)
 
 
-def test_nothing_to_see() -> None:
+def test_a_part_without_frames_is_an_error() -> None:
     with pytest.raises(RequestError) as raised:
         plan_frames(video(), FrameOptions(video_start=11), SMALL)
     assert raised.value.code == "too_few_frames"
     assert "10 s" in raised.value.message
 
 
-def test_a_strip_is_refused() -> None:
+def test_extreme_aspect_ratios_are_an_error() -> None:
     with pytest.raises(RequestError) as raised:
         plan_frames(video(height=8, width=8000), FrameOptions(), SMALL)
     assert raised.value.code == "invalid_request"
@@ -103,7 +102,7 @@ parts = st.tuples(st.none() | st.floats(0, 200), st.none() | st.floats(0.1, 200)
     total=st.none() | st.integers(1, 10**9),
     patch=st.sampled_from([1, 2, 4]),
 )
-def test_properties(
+def test_invariants_of_any_plan(
     frames: int,
     video_fps: float,
     fps: float,
@@ -155,8 +154,7 @@ def test_properties(
     if total is not None:
         highest = min(highest, max(total * patch // count, int(1.05 * options.min_pixels)))
     highest = max(highest, options.min_pixels)
-    # a side never falls under one factor, and growing to the minimum rounds up: those alone may
-    # exceed the budget
+    # only sides of one factor, and rounding up to the minimum, may exceed the budget
     grown = (math.sqrt(options.min_pixels * max(sides) / min(sides)) + 28) * (
         math.sqrt(options.min_pixels * min(sides) / max(sides)) + 28
     )
@@ -174,7 +172,7 @@ def grid(processor: Qwen2VLVideoProcessor, frames: np.ndarray, **options: object
     "sides", [(240, 320), (320, 240), (144, 176), (97, 351), (720, 1280), (30, 700)]
 )
 @pytest.mark.parametrize("count", [1, 2, 6])
-def test_tokens_are_those_of_the_processor(sides: tuple[int, int], count: int) -> None:
+def test_token_counts_equal_the_qwen2_processors(sides: tuple[int, int], count: int) -> None:
     size = {"shortest_edge": 16 * 28 * 28, "longest_edge": 128 * 28 * 28}
     processor = Qwen2VLVideoProcessor(size=size, cap_pixels_per_frame=False)
     options = FrameOptions(
@@ -186,7 +184,7 @@ def test_tokens_are_those_of_the_processor(sides: tuple[int, int], count: int) -
 
 
 @pytest.mark.parametrize("budget", [100, 400, 3000])
-def test_total_pixels_is_shared_as_the_processor_shares_it(budget: int) -> None:
+def test_total_pixels_is_shared_like_in_the_qwen2_processor(budget: int) -> None:
     size = {"shortest_edge": 16 * 28 * 28, "longest_edge": 128 * 28 * 28}
     processor = Qwen2VLVideoProcessor(size=size, cap_pixels_per_frame=True, max_video_tokens=budget)
     total = int(budget * 28 * 28 * 0.9)
@@ -205,7 +203,7 @@ def test_total_pixels_is_shared_as_the_processor_shares_it(budget: int) -> None:
 
 @pytest.mark.parametrize("sides", [(240, 320), (97, 351), (720, 1280)])
 @pytest.mark.parametrize("count", [2, 6, 40])
-def test_a_budget_of_all_frames_is_shared_as_qwen3s_processor_shares_it(
+def test_a_pixel_budget_per_video_is_shared_like_in_the_qwen3_processor(
     sides: tuple[int, int], count: int
 ) -> None:
     size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 600 * 32 * 32}
@@ -224,7 +222,7 @@ def test_a_budget_of_all_frames_is_shared_as_qwen3s_processor_shares_it(
 
 
 @pytest.mark.parametrize("sides", [(240, 320), (30, 700), (384, 384)])
-def test_a_model_of_one_frame_size_gets_that(sides: tuple[int, int]) -> None:
+def test_a_fixed_frame_size_overrides_the_options(sides: tuple[int, int]) -> None:
     geometry = Geometry(
         14,
         temporal_patch_size=1,

@@ -1,5 +1,4 @@
-"""Decoding: the right frames at the right times and pixels, and what damaged files and broken
-decoders cost."""
+"""Decoding: the planned frames with the right times and pixels; damaged files; broken decoders."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ def _no_worker_left() -> Iterator[None]:
 
 
 def numbered(number: int) -> np.ndarray:
-    """A picture that says which one it is: ten bits as light and dark bars, and a red corner at the
-    lower left."""
+    """A picture that encodes its number: ten bits as light and dark bars. The lower left corner is
+    red."""
     image = np.full((HEIGHT, WIDTH, 3), 30, np.uint8)
     for bit in range(10):
         if number >> bit & 1:
@@ -57,7 +56,7 @@ def numbered(number: int) -> np.ndarray:
 
 
 def number_of(image: np.ndarray) -> int:
-    """What `numbered` wrote, read from a frame of any size."""
+    """The number that `numbered` encoded, from a frame of any size."""
     height, width = image.shape[:2]
     y = 24 * height // HEIGHT
     spots = [(9 + 12 * bit) * width // WIDTH for bit in range(10)]
@@ -112,11 +111,11 @@ def decoded(
     return frames
 
 
-def shown(frames: Frames) -> list[int]:
+def frame_numbers(frames: Frames) -> list[int]:
     return [number_of(image) for image in frames.pixels]
 
 
-# ------------------------------------------------------------------------------------- right frames
+# --------------------------------------------------------------------------------------- frames
 
 REORDERED = {"g": "24", "bf": "3"}
 VP9 = {"deadline": "realtime", "cpu-used": "8", "g": "24"}
@@ -127,7 +126,7 @@ SLOW_START = {
     "x264-params": "intra-refresh=1:interlaced=1:b-pyramid=strict:open-gop=1",
 }
 FILES = [
-    # codec, container, pixel format, encoder's options, decoder that gives the frames
+    # codec, container, pixel format, encoder options, decoder that gives the frames
     ("libx264", "mp4", "yuv420p", {"bf": "0", "g": "24"}, "pyav"),
     ("libx264", "mp4", "yuv420p", REORDERED, "pyav"),
     (
@@ -154,7 +153,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("codec", "container", "pix_fmt", "encoder", "decoder"), FILES)
-def test_planned_frames_are_found(
+def test_the_planned_frames_are_returned(
     tmp_path: Path, codec: str, container: str, pix_fmt: str, encoder: dict[str, str], decoder: str
 ) -> None:
     path = write(tmp_path / "v", codec, container, pix_fmt=pix_fmt, encoder=encoder)
@@ -167,7 +166,7 @@ def test_planned_frames_are_found(
         wanted = [round(time * RATE) for time in plan.times]
         both = [decoded(path, options), decoded(path, options, PYAV)]
         for frames in both:
-            assert shown(frames) == wanted
+            assert frame_numbers(frames) == wanted
             assert frames.pts == pytest.approx(plan.times, abs=0.002)
             assert (frames.frames_lost, frames.fps, frames.rotation) == (0, plan.fps, info.rotation)
         assert [frames.decoder for frames in both] == [decoder, "pyav"]
@@ -179,46 +178,45 @@ def test_gif(tmp_path: Path) -> None:
     frames = decoded(path)
     assert frames.frames_lost == 0
     assert len(frames.pts) == 4
-    assert shown(frames) == pytest.approx(
+    assert frame_numbers(frames) == pytest.approx(
         [0, 13, 26, 39], abs=1
     )  # GIF counts in hundredths of a second
-    assert shown(frames) == shown(decoded(path, decoders=PYAV))
+    assert frame_numbers(frames) == frame_numbers(decoded(path, decoders=PYAV))
 
 
 @pytest.mark.parametrize(("codec", "decoder"), [("mpeg4", "decord"), ("libx264", "pyav")])
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_uneven_frames_are_found_by_time(
+def test_with_uneven_frame_times_frames_are_matched_by_time(
     tmp_path: Path, container: str, codec: str, decoder: str
 ) -> None:
-    """Thirty frames in 1.25 s, then one each 5/24 s: whatever is planned, the frame shown then is
-    found."""
+    """Thirty frames in 1.25 s, then one each 5/24 s."""
     starts = [n if n < 30 else 30 + (n - 30) * 5 for n in range(60)]
     path = write(tmp_path / "v", codec, container, count=60, when=lambda n: starts[n])
     _, plan = planned(path)
     frames = decoded(path)
     assert frames.decoder == decoder
-    assert shown(frames) == [
+    assert frame_numbers(frames) == [
         int(np.searchsorted(starts, (t + 0.01) * RATE, side="right")) - 1 for t in plan.times
     ]
     assert frames.pts == pytest.approx(
-        [starts[number] / RATE for number in shown(frames)], abs=0.002
+        [starts[number] / RATE for number in frame_numbers(frames)], abs=0.002
     )
 
 
 @pytest.mark.parametrize(("shift", "first"), [(24, 0), (-24, 24)])
-def test_time_counts_from_the_first_frame_shown(tmp_path: Path, shift: int, first: int) -> None:
-    """A late start is skipped; frames that an edit list hides are not shown (decord would show
-    them)."""
+def test_times_count_from_the_first_visible_frame(tmp_path: Path, shift: int, first: int) -> None:
+    """A late start is skipped; frames that an edit list hides are not returned (decord would
+    return them)."""
     path = write(tmp_path / "v.mp4", when=lambda n: n + shift, encoder={"g": "24", "bf": "2"})
     _, plan = planned(path)
-    assert shown(decoded(path)) == [first + round(time * RATE) for time in plan.times]
+    assert frame_numbers(decoded(path)) == [first + round(time * RATE) for time in plan.times]
 
 
 @pytest.mark.parametrize(("codec", "decoder"), [("mpeg4", "decord"), ("libx264", "pyav")])
 @pytest.mark.parametrize(
     ("rotation", "corner"), [(90, "right bottom"), (180, "right top"), (270, "left top")]
 )
-def test_turned_as_players_show_it(
+def test_frames_are_rotated_as_players_do(
     tmp_path: Path, rotation: int, corner: str, codec: str, decoder: str
 ) -> None:
     def large(number: int) -> np.ndarray:
@@ -239,9 +237,9 @@ def test_turned_as_players_show_it(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_very_short(tmp_path: Path, count: int) -> None:
+def test_very_short_videos(tmp_path: Path, count: int) -> None:
     assert (
-        shown(decoded(write(tmp_path / "v.mp4", count=count)))
+        frame_numbers(decoded(write(tmp_path / "v.mp4", count=count)))
         == [0, count - 1][: max(1, count // 2 * 2)]
     )
 
@@ -251,7 +249,7 @@ NAMES = ["a b.mp4", "a#1%20.mp4", "x=1,y.mp4", 'it\'s "it".mp4', "видео-日
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("decoders", [DECORD, PYAV])
-def test_names_are_just_names(tmp_path: Path, name: str, decoders: dict[str, str]) -> None:
+def test_file_names_are_literal(tmp_path: Path, name: str, decoders: dict[str, str]) -> None:
     path = write(tmp_path / "v.mp4", "mpeg4", count=12).rename(tmp_path / name)
     assert len(decoded(path, decoders=decoders).pts) == 4
 
@@ -267,9 +265,9 @@ def bundled() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", bundled(), ids=lambda path: path.stem)
-def test_real_footage_against_hugging_face(path: Path) -> None:
-    """Pixels as torchvision's resize of the full frames within 0.3 grey levels on average, two in
-    99 of 100 values and 16 at the most; same tokens as the processor."""
+def test_real_footage_equals_hugging_faces_processing(path: Path) -> None:
+    """Pixels differ from torchvision's resize of the full frames by less than 0.3 grey levels on
+    average, at most 2 for 99 of 100 values, and at most 16. Token counts are the processor's."""
     info, plan = planned(path, FrameOptions(nframes=4))
     frames = decoded(path, FrameOptions(nframes=4))
     assert (len(frames.pts), frames.frames_lost) == (4, 0)
@@ -302,7 +300,7 @@ def test_real_footage_against_hugging_face(path: Path) -> None:
     ).abs().max() <= 16.5 * grey_level
 
 
-def test_clips_of_the_demo(tmp_path: Path) -> None:
+def test_demo_clips_have_four_frames_per_scene(tmp_path: Path) -> None:
     for count in (1, 2, 5):
         scenes, data = make_clip(count, count)
         path = tmp_path / f"{count}.mp4"
@@ -325,7 +323,7 @@ def failure(path: Path, info: VideoInfo, plan: FramePlan, **options: object) -> 
 
 
 @pytest.mark.parametrize(("kept", "lost"), [(0.95, 1), (0.6, 7)])
-def test_the_intact_part_of_a_cut_file_is_used(tmp_path: Path, kept: float, lost: int) -> None:
+def test_a_truncated_file_gives_its_intact_frames(tmp_path: Path, kept: float, lost: int) -> None:
     path = noisy(tmp_path / "v.mp4")
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * kept)])
@@ -339,7 +337,7 @@ def test_the_intact_part_of_a_cut_file_is_used(tmp_path: Path, kept: float, lost
     assert all(image.std() > 20 for image in frames.pixels)  # no frame is blank or unfilled
 
 
-def test_less_than_half_is_too_little(tmp_path: Path) -> None:
+def test_less_than_half_of_the_frames_is_truncated_file(tmp_path: Path) -> None:
     path = noisy(tmp_path / "v.mp4")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 3 // 10])
@@ -348,7 +346,7 @@ def test_less_than_half_is_too_little(tmp_path: Path) -> None:
     assert failure(path, *planned(path)).code == "truncated_file"
 
 
-def test_damage_in_the_middle_costs_what_it_hits(tmp_path: Path) -> None:
+def test_damage_in_the_middle_loses_only_the_damaged_frames(tmp_path: Path) -> None:
     path = noisy(tmp_path / "v.mp4", encoder={"g": "6", "bf": "0"})
     data = bytearray(path.read_bytes())
     at = len(data) // 2
@@ -372,7 +370,7 @@ def noisy(path: Path, encoder: dict[str, str] | None = None) -> Path:
     )
 
 
-def test_a_header_that_claims_more_than_there_is(tmp_path: Path) -> None:
+def test_a_header_that_claims_too_many_frames(tmp_path: Path) -> None:
     path = write(tmp_path / "v.mkv", container="matroska", encoder={"g": "24"})
     info = probe(str(path))
     longer = replace(info, duration=2 * info.duration, frames=2 * info.frames)
@@ -384,7 +382,7 @@ def test_a_header_that_claims_more_than_there_is(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_replaced_by_a_playlist(tmp_path: Path) -> None:
+def test_a_file_that_became_a_playlist_is_not_opened(tmp_path: Path) -> None:
     path = write(tmp_path / "v.mp4", count=12)
     info, plan = planned(path)
     path.rename(tmp_path / "other.mp4")
@@ -411,9 +409,9 @@ def leave(job, buffer):
     os._exit(0)
 
 def hungry(job, buffer):
-    held = []
+    arrays = []
     while True:
-        held.append(np.ones(16 << 20, np.uint8))
+        arrays.append(np.ones(16 << 20, np.uint8))
 
 def wrong_size(job, buffer):
     buffer.add(0.0, np.zeros((3, 3, 3), np.uint8))
@@ -455,20 +453,20 @@ TIGHT = Limits(deadline=2.0, cpu_seconds=10, memory_bytes=512 << 20)
         ("not_there", TIGHT, "decode_error"),
     ],
 )
-def test_a_broken_decoder_costs_one_failure(
+def test_a_broken_decoder_fails_one_attempt(
     stand_ins: Path, name: str, limits: Limits, code: str
 ) -> None:
     info, plan = planned(stand_ins)
     broken = {"broken": f"stand_ins:{name}"}
     assert failure(stand_ins, info, plan, limits=limits, decoders=broken).code == code
-    # the next decoder has its turn, and the next video finds everything in order
+    # the next decoder is tried, and the worker pool still works
     frames = decode(
         str(stand_ins), info, plan, replace(limits, deadline=max(6, limits.deadline)), broken | PYAV
     )
     assert (frames.decoder, len(frames.pts)) == ("pyav", 4)
 
 
-def test_failures_leave_nothing_behind(stand_ins: Path) -> None:
+def test_failed_attempts_leak_no_file_descriptors(stand_ins: Path) -> None:
     info, plan = planned(stand_ins)
     decode(str(stand_ins), info, plan)
     before = len(os.listdir("/proc/self/fd"))
@@ -485,17 +483,16 @@ def test_failures_leave_nothing_behind(stand_ins: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["starting", "idle", "at work", "ending"])
-def test_a_decoding_process_may_be_killed_at_any_moment(
+def test_a_killed_decoding_process_is_decode_crashed(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """By a system that runs out of memory, say. It costs the attempt, and is told from a decoder's
-    own failure."""
+    """For example by the kernel when memory runs out. The attempt fails as a crash."""
     info, plan = planned(stand_ins)
     close_workers()
     with monkeypatch.context() as patch:
         if when == "starting":
             patch.setattr(sys, "executable", "/bin/false")
-        elif when == "ending":  # its pipes are closed a moment before it is gone
+        elif when == "ending":  # it closes its pipes before it exits
             (tmp_path / "ending").write_text(
                 "#!/bin/sh\necho ready\nread job\nexec >&-\nexec sleep 60\n"
             )
@@ -506,7 +503,7 @@ def test_a_decoding_process_may_be_killed_at_any_moment(
             return_worker(worker)
             worker.process.kill()
             worker.process.wait()
-            noticed = iter([True])  # not yet
+            noticed = iter([True])  # the pool does not notice at first
             patch.setattr(
                 Worker, "alive", property(lambda self: next(noticed, self.process.poll() is None))
             )
@@ -561,7 +558,7 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, byt
     return put
 
 
-def test_from_object_storage(
+def test_remote_files_are_read_by_ranges_or_downloaded(
     bucket: Callable[[str, bytes], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
@@ -569,16 +566,14 @@ def test_from_object_storage(
     small = write(tmp_path / "v.mp4", encoder=REORDERED).read_bytes()
     uri = bucket("a#1%20, 'b'.mp4", small)
     frames = decoded(uri)
-    assert shown(frames) == [round(time * RATE) for time in planned(uri)[1].times]
+    assert frame_numbers(frames) == [round(time * RATE) for time in planned(uri)[1].times]
 
     large = large_clip(tmp_path / "l.mp4")  # its index lies at the end
     uri = bucket("large.mp4", large.read_bytes())
     few = FrameOptions(nframes=4)
     many = FrameOptions(fps=8)
-    for options, decoder in (
-        (few, "pyav"),
-        (many, "decord"),
-    ):  # in pieces; a download, which is decord's then
+    # few frames are read by ranges, which decord cannot; for many the file is downloaded
+    for options, decoder in ((few, "pyav"), (many, "decord")):
         frames = decoded(uri, options)
         assert frames.decoder == decoder
         assert np.array_equal(frames.pixels, decoded(large, options).pixels)
@@ -589,7 +584,9 @@ def test_from_object_storage(
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_storage_speaks_for_itself(bucket: Callable[[str, bytes], str], tmp_path: Path) -> None:
+def test_storage_errors_and_the_download_limit_are_reported(
+    bucket: Callable[[str, bytes], str], tmp_path: Path
+) -> None:
     path = write(tmp_path / "v.mp4", count=12)
     uri = bucket("there.mp4", path.read_bytes())
     info, plan = planned(uri)

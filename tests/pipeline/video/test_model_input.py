@@ -1,5 +1,5 @@
-"""From a file to a model's input, beside Hugging Face's own processors on the full frames: the same
-tokens, one by one, and pixels within the tolerance of the resize."""
+"""From a file to a model's input, compared with Hugging Face's processors on the full frames: equal
+token ids, and pixels within the tolerance of the resize."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _no_worker_left() -> Iterator[None]:
 
 
 def footage(height: int, width: int) -> np.ndarray:
-    """Soft shapes that move, as footage has them; (COUNT, height, width, 3) uint8."""
+    """Smooth moving shapes; (COUNT, height, width, 3) uint8."""
     y, x = np.mgrid[:height, :width] / 40
     waves = [np.sin(x + n / 9) * np.cos(y - n / 13 + k) for n in range(COUNT) for k in range(3)]
     return (
@@ -58,7 +58,7 @@ def footage(height: int, width: int) -> np.ndarray:
 def clip(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, np.ndarray]:
-    """A file, and its frames as they come out of it."""
+    """A file and its decoded frames."""
     height, width = request.param
     path = tmp_path_factory.mktemp("clip") / "v.mp4"
     with av.open(str(path), "w") as out:
@@ -78,11 +78,11 @@ def clip(
         )
 
 
-def theirs(
+def reference(
     checkpoint: Checkpoint, images: np.ndarray, numbers: list[int], span: int, **options: Any
 ) -> Any:
-    """What the family's processor makes of full frames with these numbers, sampled from `span`
-    frames."""
+    """The output of the family's processor for the full frames with these numbers, sampled from
+    `span` frames."""
     if checkpoint.config.model_type != "llava_onevision":
         options["cap_pixels_per_frame"] = True
     return checkpoint.processor(
@@ -100,7 +100,7 @@ def theirs(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_pixels_are_those_of_the_familys_processor(
+def test_tokens_and_pixels_equal_the_familys_processor(
     family: str, clip: tuple[str, np.ndarray], families: Callable[[str], Path]
 ) -> None:
     path, images = clip
@@ -109,7 +109,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_processor(
         info = probe(path)
         plan = plan_frames(info, options, checkpoint.geometry)
         frames = decode(path, info, plan)
-        ours = checkpoint.preprocess(
+        inputs = checkpoint.preprocess(
             Request(
                 "r",
                 prompt=PROMPT,
@@ -120,35 +120,35 @@ def test_tokens_and_pixels_are_those_of_the_familys_processor(
         )
         numbers = [round(time * RATE) for time in plan.times]
         span = round(len(numbers) * RATE / plan.fps)  # frames of the chosen part
-        out = theirs(checkpoint, images, numbers, span)
-        assert ours.ids.tolist() == torch.as_tensor(out["input_ids"]).tolist()
-        assert plan.tokens == len(ours.visual)
+        out = reference(checkpoint, images, numbers, span)
+        assert inputs.ids.tolist() == torch.as_tensor(out["input_ids"]).tolist()
+        assert plan.tokens == len(inputs.visual)
         text = checkpoint.count_prompt_tokens(PROMPT, len(plan.times), plan.fps, plan.times)
-        assert text + plan.tokens == ours.ids.shape[1]
+        assert text + plan.tokens == inputs.ids.shape[1]
         if "second_per_grid_ts" in out:
-            assert ours.seconds is not None
-            assert ours.seconds.tolist() == pytest.approx(list(out["second_per_grid_ts"]))
+            assert inputs.seconds is not None
+            assert inputs.seconds.tolist() == pytest.approx(list(out["second_per_grid_ts"]))
         patches = (
             torch.as_tensor(np.asarray(out["pixel_values_videos"][0]))
             if family == "llava_onevision"
             else out["pixel_values_videos"]
         )
-        assert ours.video_patches is not None
-        apart = (ours.video_patches - patches).abs() * 255 * 0.26  # grey levels, at least
-        assert apart.mean() < 0.5
-        assert apart.max() <= 16
+        assert inputs.video_patches is not None
+        difference = (inputs.video_patches - patches).abs() * 255 * 0.26  # grey levels, at least
+        assert difference.mean() < 0.5
+        assert difference.max() <= 16
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
-def test_the_cap_of_qwen_vl_utils_is_on_unless_the_checkpoint_says_no(
+def test_the_pixel_cap_of_qwen_vl_utils_applies_unless_the_checkpoint_turns_it_off(
     name: str, families: Callable[[str], Path]
 ) -> None:
-    """Nine tenths of so many tokens' pixels, an even share for each frame; a small number, so that
-    it binds here."""
+    """The cap is nine tenths of the pixels of so many tokens, shared evenly by the frames; the test
+    sets a small number, so that it takes effect."""
     checkpoint = Checkpoint.load(str(families(name)))
     video = checkpoint.processor.video_processor
     factor = checkpoint.geometry.factor
-    assert checkpoint.geometry.total_pixels is None  # this one's configuration says so
+    assert checkpoint.geometry.total_pixels is None  # the configuration turns the cap off
     video.cap_pixels_per_frame = None
     assert checkpoint.family.geometry(checkpoint.processor).total_pixels == int(
         128_000 * factor**2 * 0.9

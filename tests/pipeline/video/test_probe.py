@@ -1,4 +1,4 @@
-"""What the probe says of real files, of damaged ones and of things that only look like videos."""
+"""Headers of intact files, damaged files, and files that are no videos."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def failure(path: Path | str) -> RequestError:
 
 
 KINDS = [
-    # file, encoder, FFmpeg's container, pixel format, (container, codec, exact)
+    # file name, encoder, FFmpeg's container, pixel format, expected (container, codec, exact)
     ("a.mp4", "libx264", "mp4", "yuv420p", ("mp4", "h264", True)),
     ("a.mov", "libx264", "mov", "yuv420p", ("mov", "h264", True)),
     ("a.mkv", "libx264", "matroska", "yuv420p", ("mkv", "h264", False)),
@@ -109,24 +109,24 @@ def test_containers(
 
 
 @pytest.mark.parametrize("rotation", [90, 180, 270])
-def test_sizes_are_those_that_are_shown(tmp_path: Path, rotation: int) -> None:
+def test_frame_sizes_are_those_after_rotation(tmp_path: Path, rotation: int) -> None:
     info = probe(str(write(tmp_path / "r.mp4", "libx264", "mp4", rotation=rotation)))
     assert info.rotation == rotation
     assert (info.height, info.width) == ((HEIGHT, WIDTH) if rotation == 180 else (WIDTH, HEIGHT))
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_a_late_start_is_no_part_of_the_duration(tmp_path: Path, container: str) -> None:
+def test_a_late_start_is_not_part_of_the_duration(tmp_path: Path, container: str) -> None:
     info = probe(str(write(tmp_path / "s", "libx264", container, start=16)))
     assert (info.start, info.duration, info.frames) == (2.0, pytest.approx(2.5), COUNT)
 
 
-def test_what_an_edit_list_hides_is_not_counted(tmp_path: Path) -> None:
+def test_frames_hidden_by_an_edit_list_are_not_counted(tmp_path: Path) -> None:
     info = probe(str(write(tmp_path / "e.mp4", "libx264", "mp4", start=-4)))
     assert (info.frames, info.duration, info.fps) == (16, 2.0, 8.0)
 
 
-def test_a_recording_without_a_duration_is_counted(tmp_path: Path) -> None:
+def test_packets_are_counted_where_the_header_has_no_duration(tmp_path: Path) -> None:
     cut = tmp_path / "live.mkv"
     with av.open(Pipe(cut), "w", format="matroska", options={"live": "1"}) as out:
         stream = out.add_stream("libx264", rate=RATE)
@@ -142,7 +142,7 @@ def test_a_recording_without_a_duration_is_counted(tmp_path: Path) -> None:
 
 
 class Pipe:
-    """A file that can only be appended to, as a live recording is."""
+    """A file that can only be appended to, like a live recording."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -175,11 +175,11 @@ def test_real_footage() -> None:
 # ---------------------------------------------------------------------------------------- bad input
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     assert failure(tmp_path / "no.mp4").code == "not_found"
 
 
-def test_empty(tmp_path: Path) -> None:
+def test_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "e.mp4").touch()
     assert failure(tmp_path / "e.mp4").code == "empty_file"
 
@@ -202,7 +202,7 @@ def test_empty(tmp_path: Path) -> None:
         b"x",
     ],
 )
-def test_no_video(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_no_videos(tmp_path: Path, content: bytes) -> None:
     other = write(tmp_path / "other.mp4", "libx264", "mp4")
     path = tmp_path / "x.mp4"
     path.write_bytes(content)
@@ -210,20 +210,20 @@ def test_no_video(tmp_path: Path, content: bytes) -> None:
     assert other.exists()
 
 
-def test_only_sound(tmp_path: Path) -> None:
+def test_sound_without_video(tmp_path: Path) -> None:
     found = failure(sound(tmp_path / "a.mp4"))
     assert found.code == "no_video_stream"
     assert "only audio" in found.message
 
 
-def test_cut_with_its_index_at_the_end(tmp_path: Path) -> None:
+def test_a_cut_file_with_its_index_at_the_end_is_truncated(tmp_path: Path) -> None:
     whole = write(tmp_path / "w.mp4", "libx264", "mp4").read_bytes()
     path = tmp_path / "cut.mp4"
     path.write_bytes(whole[: len(whole) // 2])
     assert failure(path).code == "truncated_file"
 
 
-def test_cut_with_its_index_first_still_has_headers(tmp_path: Path) -> None:
+def test_a_cut_file_with_its_index_first_still_has_headers(tmp_path: Path) -> None:
     whole = write(tmp_path / "w.mp4", "libx264", "mp4", movflags="+faststart").read_bytes()
     path = tmp_path / "cut.mp4"
     path.write_bytes(whole[: len(whole) // 2])
@@ -250,7 +250,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_just_names(tmp_path: Path, name: str) -> None:
+def test_file_names_are_literal(tmp_path: Path, name: str) -> None:
     assert (
         probe(str(write(tmp_path / "w.mp4", "libx264", "mp4").rename(tmp_path / name))).frames
         == COUNT

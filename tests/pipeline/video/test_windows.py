@@ -1,5 +1,4 @@
-"""Windows of long videos: where they lie, what they are called, and that one pass finds what
-several would."""
+"""Windows of long videos: their limits, their request ids, and decoding several in one pass."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def planned(
     )
 
 
-# ----------------------------------------------------------------------------------- where they lie
+# ------------------------------------------------------------------------------------ window limits
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def planned(
     [
         (40, 0, [(0, 40), (40, 80), (80, 100)]),
         (50, 0, [(0, 50), (50, 100)]),
-        (48, 0, [(0, 48), (48, 100)]),  # a rest of 4 s is no window of its own
+        (48, 0, [(0, 48), (48, 100)]),  # the rest of 4 s extends the last window
         (40, 10, [(0, 40), (30, 70), (60, 100)]),
         (100, 0, [(0, 100)]),
         (1000, 0, [(0, 100)]),
@@ -105,7 +104,7 @@ def test_windows_cover_the_video(
     assert split_into_windows(video(), FrameOptions(), seconds, overlap) == found
 
 
-def test_windows_lie_in_the_chosen_part() -> None:
+def test_windows_stay_inside_the_chosen_part() -> None:
     options = FrameOptions(video_start=10, video_end=50)
     assert split_into_windows(video(), options, 20, 0) == [(10, 30), (30, 50)]
     assert split_into_windows(video(), replace(options, video_end=500.0), 45, 0) == [
@@ -121,7 +120,7 @@ def test_windows_lie_in_the_chosen_part() -> None:
     st.floats(0, 0.9),
     st.sampled_from([8.0, 23.976, 30.0]),
 )
-def test_windows_without_overlap_share_no_frame_and_miss_none(
+def test_windows_without_overlap_partition_the_frames(
     length: float, seconds: float, overlap: float, fps: float
 ) -> None:
     info = video(max(1, round(length * fps)) / fps, fps)
@@ -139,10 +138,10 @@ def test_windows_without_overlap_share_no_frame_and_miss_none(
         assert abs(len(times) - info.frames) <= len(found)  # counts are rounded down
 
 
-# ----------------------------------------------------------------------------- what they are called
+# ---------------------------------------------------------------------------------- request ids
 
 
-def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) -> None:
+def test_each_window_has_its_own_request_id(clips: Path) -> None:
     item = InputRow(str(clips / "v.mp4"), "a")
 
     def pending(job: Job) -> list[PendingRequest]:
@@ -160,7 +159,7 @@ def test_a_window_is_named_apart_and_a_run_without_windows_as_ever(clips: Path) 
     assert {p.request_id for p in pending(Job(window_seconds=2.0, window_overlap=0.0))} == names
 
 
-def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window_takes(
+def test_an_unreadable_video_is_one_request_without_a_window(
     clips: Path,
 ) -> None:
     bad = clips / "later.mp4"
@@ -178,7 +177,7 @@ def test_a_video_that_cannot_be_read_is_one_request_whose_place_its_first_window
     assert first().window is None
 
 
-def test_flags_of_windows() -> None:
+def test_window_flags_are_validated() -> None:
     job = parse_job(["--input", "x", "--window-seconds", "30", "--window-overlap", "5"], "test")
     assert (job.window_seconds, job.window_overlap) == (30.0, 5.0)
     for words in (
@@ -190,10 +189,10 @@ def test_flags_of_windows() -> None:
             parse_job(["--input", "x", *words], "test")
 
 
-# ----------------------------------------------------------------------------------------- one pass
+# -------------------------------------------------------------------------------------------- spans
 
 
-def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
+def test_only_neighbouring_windows_of_one_video_share_a_span() -> None:
     info = video()
     other = video(uri="/w.mp4")
     halves = [planned(info, (k * 10.0, k * 10.0 + 10), f"{k}") for k in range(10)]
@@ -221,7 +220,7 @@ def test_neighbours_go_in_one_pass_and_strangers_do_not() -> None:
     assert span.plan.times == (*halves[0].frame_plan.times, *halves[1].frame_plan.times)
 
 
-def test_waves_hold_windows_in_order() -> None:
+def test_waves_keep_windows_in_order() -> None:
     info = video()
     requests = [
         planned(info, (k * 10.0, k * 10.0 + 10), f"{k}{p}", 10 + k) for p in "ab" for k in range(3)
@@ -255,7 +254,9 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["v.mp4", "v.ts"])
 @pytest.mark.parametrize("overlap", [0.0, 0.7])
-def test_one_pass_finds_what_several_find(clips: Path, name: str, overlap: float) -> None:
+def test_a_span_decodes_to_the_same_frames_as_its_windows(
+    clips: Path, name: str, overlap: float
+) -> None:
     uri = str(clips / name)
     info = probe(uri)
     plans = [
@@ -273,7 +274,7 @@ def test_one_pass_finds_what_several_find(clips: Path, name: str, overlap: float
         assert np.array_equal(together.pixels[list(numbers)], alone.pixels)
 
 
-def test_damage_is_the_windows_that_it_hits() -> None:
+def test_lost_frames_count_for_their_window_only() -> None:
     plans = [
         FramePlan(times, height=28, width=28, fps=1.0, tokens=1)
         for times in ((0.0, 1.0), (2.0, 3.0), (4.0,))

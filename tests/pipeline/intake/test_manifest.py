@@ -374,6 +374,6 @@ def test_credentials_reach_storage_but_not_the_output(tmp_path: Path) -> None:
     assert item.video_uri == signed
     assert item.columns == {"url": "https://host/a.mp4?x=2", "question": "What?"}
     failure = FailedRequest(PendingRequest("1", item), RequestError("not_found", "gone"))
-    row = rows.failed(rows.Provenance(Job(), "r", None), failure)
+    row = rows.failed_row(rows.Provenance(Job(), "r", None), failure)
     assert row["video_uri"] == "https://host/a.mp4?x=2"
     assert "secret" not in str(row)

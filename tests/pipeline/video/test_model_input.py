@@ -122,12 +122,12 @@ def test_tokens_and_pixels_equal_the_familys_processor(
         span = round(len(numbers) * RATE / plan.fps)  # frames of the chosen part
         out = reference(checkpoint, images, numbers, span)
         assert inputs.ids.tolist() == torch.as_tensor(out["input_ids"]).tolist()
-        assert plan.tokens == len(inputs.visual)
+        assert plan.tokens == len(inputs.visual_positions)
         text = checkpoint.count_prompt_tokens(PROMPT, len(plan.times), plan.fps, plan.times)
         assert text + plan.tokens == inputs.ids.shape[1]
         if "second_per_grid_ts" in out:
-            assert inputs.seconds is not None
-            assert inputs.seconds.tolist() == pytest.approx(list(out["second_per_grid_ts"]))
+            assert inputs.second_per_grid is not None
+            assert inputs.second_per_grid.tolist() == pytest.approx(list(out["second_per_grid_ts"]))
         patches = (
             torch.as_tensor(np.asarray(out["pixel_values_videos"][0]))
             if family == "llava_onevision"

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         flags.model,
         flags.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         flags.dtype,
-        measure.Grid(
+        measure.CalibrationGrid(
             parse_numbers("contexts", flags.contexts),
             rows=parse_numbers("rows", flags.rows),
             drafts=parse_drafts(flags.drafts),

@@ -54,7 +54,7 @@ DENSE = Draft("full", gamma=1)  # selects nothing
 
 
 @dataclass(frozen=True)
-class Grid:
+class CalibrationGrid:
     """What is measured.
 
     Args:
@@ -110,7 +110,9 @@ class Measurements:
     vision: list[SizedTime] = field(default_factory=list)
 
 
-def measure_profile(model: str, device: str, dtype: str, grid: Grid, threads: int) -> Profile:
+def measure_profile(
+    model: str, device: str, dtype: str, grid: CalibrationGrid, threads: int
+) -> Profile:
     """Calibrate this device and model.
 
     Raises:
@@ -161,7 +163,7 @@ def retrieval_by_draft(profile: Profile) -> dict[str, tuple[RetrievalScore, ...]
 class Calibration:
     """Measures one context after another and fits a profile to all of them."""
 
-    def __init__(self, engine: Engine, grid: Grid, size: ModelSize, device: Device):
+    def __init__(self, engine: Engine, grid: CalibrationGrid, size: ModelSize, device: Device):
         self.engine = engine
         self.grid = grid
         self.size = size
@@ -185,7 +187,7 @@ class Calibration:
         self._measure_prefill(engine, whole)
         for rows in grid.rows:
             captions = workload.requests_of_kind(whole, "caption")[:rows]
-            cell = Cell(
+            cell = CalibrationCell(
                 replace(engine, max_num_seqs=rows),
                 replace(whole, requests=captions),
                 self.size,
@@ -229,13 +231,13 @@ class Calibration:
             self.measured.prefill.append(SizedTime(float(row.prompt_tokens), row.prefill_s))
             self.measured.vision.append(SizedTime(float(row.visual_tokens), row.vision_s))
 
-    def _measure_cell(self, cell: Cell) -> None:
+    def _measure_cell(self, cell: CalibrationCell) -> None:
         dense_prefill_s = cell.start_loops(DENSE).prefill_s
         self.measured.noise.append(self._sampling_noise(cell))
         for draft in self.grid.drafts:
             self._measure_draft(cell, draft, dense_prefill_s)
 
-    def _sampling_noise(self, cell: Cell) -> float:
+    def _sampling_noise(self, cell: CalibrationCell) -> float:
         """Seconds that a row's dense step takes longer if its token is sampled."""
         greedy = cell.start_loops(DENSE)
         sampled = cell.start_loops(DENSE, sampled=True)
@@ -244,7 +246,7 @@ class Calibration:
             sampled.run_segments(self.grid.tokens)
         return (sampled.dense.verify_s - greedy.dense.verify_s) / cell.rows
 
-    def _measure_draft(self, cell: Cell, draft: Draft, dense_prefill_s: float) -> None:
+    def _measure_draft(self, cell: CalibrationCell, draft: Draft, dense_prefill_s: float) -> None:
         """A draft's steps and one-time cost, and the dense steps that take turns with them."""
         measured = self.measured
         if draft not in measured.one_time:
@@ -339,7 +341,7 @@ def _fit_prefill(times: Sequence[SizedTime]) -> PrefillLatency:
 # ------------------------------------------------------------------------------------------- a cell
 
 
-class Cell:
+class CalibrationCell:
     """A batch at a context.
 
     Args:

@@ -80,7 +80,7 @@ def run(argv: list[str]) -> dict[str, Any]:
     with local_s3(BUCKET) as server, tempfile.TemporaryDirectory() as folder:
         manifest = _write_inputs(flags, Path(folder))
         command = _job_command(flags, manifest)
-        Driver([*command, "--output", UNDISTURBED], server.endpoint).wait()
+        DriverProcess([*command, "--output", UNDISTURBED], server.endpoint).wait()
         with faulty_proxy(server.endpoint, flags.share, flags.seed) as (proxy, calls):
             disturbance = Disturbance(flags, [*command, "--output", DISTURBED], proxy)
             killed = disturbance.run()
@@ -179,7 +179,7 @@ def _job_command(flags: Flags, manifest: str) -> list[str]:
 # ---------------------------------------------------------------------------------------- processes
 
 
-class Driver:
+class DriverProcess:
     """A run in a process of its own, whose standard error is kept."""
 
     def __init__(self, command: Sequence[str], endpoint: str):
@@ -271,7 +271,7 @@ class Disturbance:
             RunError: the last run failed or did not end.
         """
         for number in range(1, self.runs + 1):
-            driver = Driver(self.command, self.endpoint)
+            driver = DriverProcess(self.command, self.endpoint)
             goal = _count_parts(DISTURBED) + self._parts_of_run()
             if number == self.runs:
                 goal = math.inf  # the last run is left to end
@@ -288,7 +288,7 @@ class Disturbance:
         parts = self.flags.requests / self.flags.part
         return self.rng.uniform(0.5, 1.0) * parts / self.runs
 
-    def _disturb(self, driver: Driver, goal: float, number: int) -> None:
+    def _disturb(self, driver: DriverProcess, goal: float, number: int) -> None:
         """Kill engines and decoders until `goal` parts are committed or the run ends.
 
         Args:

@@ -67,7 +67,7 @@ BF16_DRAFTS = (
 )
 BF16_BUDGET = "r_KV=0.1"
 CANDIDATES = 60  # drawn for each case of the sample
-Case = Mapping[str, Any]  # a value for each key of the grid
+GridCase = Mapping[str, Any]  # a value for each key of the grid
 Texts = dict[str, list[int]]  # token ids by `request_id`
 
 
@@ -162,7 +162,7 @@ def pairwise_cases(grid: Mapping[str, Sequence[Any]], seed: int) -> list[dict[st
     return cases
 
 
-def _pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+def _pairs(case: GridCase) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return set(itertools.combinations(case.items(), 2))
 
 
@@ -208,7 +208,7 @@ class ModelUnderTest:
         second_path = self.second_path if draft.model else ""
         return replace(draft, gamma=gamma, **BUDGETS[budget], model=second_path)
 
-    def run_case(self, case: Case) -> list[Result]:
+    def run_case(self, case: GridCase) -> list[Result]:
         engine = replace(self.engine, max_num_seqs=case["slots"], prefill_chunk=case["chunk"])
         draft = self.draft(case["policy"], case["gamma"], case["budget"])
         return _run_engine(engine, self.requests_of(case["kind"]), draft)

@@ -87,7 +87,7 @@ class AnswerSpec:
 
 
 @dataclass(frozen=True)
-class Grid:
+class WaveGrid:
     """What is measured: a cell for each context, number of slots and answer."""
 
     contexts: list[int]
@@ -128,7 +128,7 @@ class WaveTimes:
 
 
 @dataclass(frozen=True)
-class Cell:
+class WaveCell:
     """A cell's times, and what the planner predicted.
 
     Args:
@@ -183,7 +183,7 @@ class Cell:
 def run(argv: list[str]) -> dict[str, Any]:
     """Return the suite's figures; tables go to standard error."""
     flags = parse_suite_flags(Flags, argv, "schedule", __doc__)
-    grid = Grid(
+    grid = WaveGrid(
         contexts=parse_numbers("contexts", flags.contexts),
         slots=parse_numbers("rows", flags.rows),
         answers=parse_answers(flags.answers),
@@ -199,7 +199,7 @@ def run(argv: list[str]) -> dict[str, Any]:
         engine = workload.load_engine(
             flags.model, Path(folder), flags.threads, dtype=flags.dtype, device=flags.device
         )
-    cells: list[Cell] = []
+    cells: list[WaveCell] = []
     for context in grid.contexts:
         cells += _measure_context(engine, flags, grid, context, profile=profile)
         console.print(table(cells, grid.settings))
@@ -229,7 +229,7 @@ def _fixed_drafts(flags: Flags) -> list[Draft]:
     return [replace(draft, gamma=g) for draft in parse_drafts(flags.drafts) for g in gammas]
 
 
-def _calibrate(flags: Flags, grid: Grid) -> Profile:
+def _calibrate(flags: Flags, grid: WaveGrid) -> Profile:
     """Run `calibrate.py` at contexts around those of the cells.
 
     Raises:
@@ -266,8 +266,8 @@ def _calibrate(flags: Flags, grid: Grid) -> Profile:
 
 
 def _measure_context(
-    engine: Engine, flags: Flags, grid: Grid, context: int, *, profile: Profile
-) -> Iterator[Cell]:
+    engine: Engine, flags: Flags, grid: WaveGrid, context: int, *, profile: Profile
+) -> Iterator[WaveCell]:
     """The cells of one context; its texts or clips are prefilled once."""
     texts = max(flags.texts, *grid.slots)
     whole = workload.build_workload(
@@ -294,13 +294,13 @@ def _measure_context(
 def _measure_cell(
     engine: Engine,
     flags: Flags,
-    grid: Grid,
+    grid: WaveGrid,
     context: int,
     answer: AnswerSpec,
     *,
     whole: Workload,
     profile: Profile,
-) -> Cell:
+) -> WaveCell:
     """All settings in turn. A dense wave goes first, so that the planner knows the lengths of the
     answers."""
     slots = engine.max_num_seqs
@@ -320,7 +320,7 @@ def _measure_cell(
             wave_times.add(run_wave(requests, draft))
         if chosen.draft is not None:
             planned.add(run_wave([chosen.gamma_schedule, *requests], chosen.widest_draft))
-    return Cell(
+    return WaveCell(
         context=context,
         slots=slots,
         answer=answer,
@@ -365,7 +365,7 @@ def _plan(
 # ---------------------------------------------------------------------------------------- figures
 
 
-def summarize(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> dict[str, Any]:
+def summarize(cells: Sequence[WaveCell], settings: Sequence[Draft | None]) -> dict[str, Any]:
     """Figures over all cells, per request; `failed` is a sentence where the cells leave nothing to
     choose."""
     fixed_s = {
@@ -399,7 +399,7 @@ def _uninformative(winners: int, headroom: float) -> str | None:
     )
 
 
-def _prediction_errors(cells: Sequence[Cell]) -> dict[str, float]:
+def _prediction_errors(cells: Sequence[WaveCell]) -> dict[str, float]:
     """Relative errors of the predicted times: of each cell's dense wave and of the chosen one."""
     errors = []
     for cell in cells:
@@ -416,7 +416,7 @@ def _prediction_errors(cells: Sequence[Cell]) -> dict[str, float]:
     return {"median": round(statistics.median(errors), 4), "p90": round(p90, 4)}
 
 
-def _row(cell: Cell) -> dict[str, Any]:
+def _row(cell: WaveCell) -> dict[str, Any]:
     speedup = cell.speedup()
     return {
         "context": cell.context,
@@ -434,7 +434,7 @@ def _row(cell: Cell) -> dict[str, Any]:
     }
 
 
-def table(cells: Sequence[Cell], settings: Sequence[Draft | None]) -> Table:
+def table(cells: Sequence[WaveCell], settings: Sequence[Draft | None]) -> Table:
     """Seconds of a wave in each cell, for people."""
     names = [describe_draft(draft) for draft in settings]
     rows = []

@@ -27,11 +27,11 @@ QUESTIONS = 5  # conversations of a short clip, the caption aside
 LONG_QUESTIONS = 16
 
 Story = tuple[world.Scene, ...]  # a clip's scenes
-Grid = tuple[int, int]  # rows and columns of visual tokens
-GRIDS: tuple[Grid, ...] = ((3, 4), (4, 4), (4, 3), (3, 5), (3, 3))
-VARIED_GRIDS: tuple[Grid, ...] = (*GRIDS, (5, 3), (4, 5), (5, 5), (2, 4), (4, 6))
+TokenGrid = tuple[int, int]  # rows and columns of visual tokens
+GRIDS: tuple[TokenGrid, ...] = ((3, 4), (4, 4), (4, 3), (3, 5), (3, 3))
+VARIED_GRIDS: tuple[TokenGrid, ...] = (*GRIDS, (5, 3), (4, 5), (5, 5), (2, 4), (4, 6))
 # small ones cover more time with the same number of tokens
-LONG_GRIDS: tuple[Grid, ...] = (
+LONG_GRIDS: tuple[TokenGrid, ...] = (
     (2, 2),
     (2, 2),
     (2, 3),
@@ -183,7 +183,7 @@ def draw_long_batch(
     rng: random.Random,
     tokenizer: PreTrainedTokenizerFast,
     scenes: int,
-    grid: Grid,
+    grid: TokenGrid,
     *,
     visual: int,
     tokens: int,
@@ -233,7 +233,7 @@ def _scene_bounds(rng: random.Random, scenes: int, repeats: int, one_length: boo
     return [0, *inner, repeats]
 
 
-def _clip_length(scenes: int, frame_pairs: int, grid: Grid, questions: int) -> int:
+def _clip_length(scenes: int, frame_pairs: int, grid: TokenGrid, questions: int) -> int:
     """Positions of a clip with its conversations, about."""
     rows, columns = grid
     return frame_pairs * rows * columns + 14 + 10 * scenes + questions * 20
@@ -244,7 +244,7 @@ def _assemble(
     tokenizer: PreTrainedTokenizerFast,
     stories: Sequence[Story],
     order: torch.Tensor,
-    grid: Grid,
+    grid: TokenGrid,
     *,
     pace: int,
     questions: int,

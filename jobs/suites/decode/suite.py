@@ -82,7 +82,7 @@ class Flags(EngineFlags):
 
 
 @dataclass(frozen=True)
-class Cell:
+class CellBaseline:
     """A batch at a context, and what a row's times are compared with. Times in seconds.
 
     Args:
@@ -181,7 +181,7 @@ def measure_cell(
     # prompt lookup takes one row, and on video prompts it drafts placeholders and fails
     if generate and batch == 1 and not engine.checkpoint.supports_video:
         lookup_s = time_prompt_lookup(engine.model, prompts, segment * flags.pairs)
-    cell = Cell(
+    cell = CellBaseline(
         engine=engine,
         flags=flags,
         batch=batch,
@@ -195,7 +195,7 @@ def measure_cell(
     return _rows(cell, loops)
 
 
-def _rows(cell: Cell, loops: dict[str, PairedLoops]) -> list[dict[str, Any]]:
+def _rows(cell: CellBaseline, loops: dict[str, PairedLoops]) -> list[dict[str, Any]]:
     longest = max(len(row) for pair in loops.values() for row in pair.written)
     padded: dict[int, list[list[int]]] = {}  # dense texts by the width of their steps
     rows = []
@@ -213,7 +213,7 @@ def _rows(cell: Cell, loops: dict[str, PairedLoops]) -> list[dict[str, Any]]:
 
 
 def _row(
-    cell: Cell, name: str, pair: PairedLoops, *, steps: dict[str, Any], identical: int
+    cell: CellBaseline, name: str, pair: PairedLoops, *, steps: dict[str, Any], identical: int
 ) -> dict[str, Any]:
     """One draft's figures as JSON has them."""
     generate = cell.generate
@@ -245,7 +245,7 @@ def _row(
     return row
 
 
-def _step_figures(cell: Cell, pair: PairedLoops) -> dict[str, Any]:
+def _step_figures(cell: CellBaseline, pair: PairedLoops) -> dict[str, Any]:
     """Times of the steps in ms, their bytes, and the speed-up beside the one that bytes allow."""
     policy = pair.policy
     speed = paired_ratio(pair.dense.per_token, pair.drafted.per_token)

@@ -40,7 +40,7 @@ VIDEO_KIND = 2  # of `Family.look`
 
 
 @dataclass(frozen=True)
-class Size:
+class GridSize:
     """How much is measured.
 
     Args:
@@ -60,7 +60,7 @@ class Size:
     patches_per_side: int
 
 
-FULL = Size(
+FULL = GridSize(
     slots=8,
     contexts=(8192, 16384, 32768, 65536),
     gammas=(2, 4, 8),
@@ -70,7 +70,7 @@ FULL = Size(
     frame_pairs=8,
     patches_per_side=30,
 )
-TINY = Size(
+TINY = GridSize(
     slots=2,
     contexts=(96,),
     gammas=(1,),
@@ -83,7 +83,7 @@ TINY = Size(
 
 
 def measure_contexts(
-    model: Model, shape: Shape, size: Size, *, bandwidth: float, device: str, deadline: float
+    model: Model, shape: Shape, size: GridSize, *, bandwidth: float, device: str, deadline: float
 ) -> dict[int, dict[str, Any] | str]:
     """Figures by context, or a sentence why there are none.
 
@@ -138,7 +138,7 @@ def cache_bytes(
     return slots * entry_bytes * sum(-(-n // SPLIT_SIZE) * SPLIT_SIZE for n in entries)
 
 
-def fits_memory(model: Model, size: Size, context: int, device: str) -> bool:
+def fits_memory(model: Model, size: GridSize, context: int, device: str) -> bool:
     if device != "cuda":
         return True
     visual = context - TEXT
@@ -162,7 +162,7 @@ class RoundTimer:
     """Times rounds of full slots at one context."""
 
     @torch.inference_mode()
-    def __init__(self, model: Model, size: Size, context: int, device: str):
+    def __init__(self, model: Model, size: GridSize, context: int, device: str):
         self.model = model
         self.size = size
         self.context = context
@@ -316,7 +316,7 @@ def _fill(cache: KVCache, entries: int) -> None:
 
 @torch.inference_mode()
 def request_shares(
-    model: Model, shape: Shape, size: Size, figures: Mapping[str, Any], *, device: str
+    model: Model, shape: Shape, size: GridSize, figures: Mapping[str, Any], *, device: str
 ) -> dict[str, Any]:
     """Seconds of one request with a caption of `CAPTION` tokens, the share of decoding in them, and
     the speed-up of the whole.
@@ -341,7 +341,7 @@ def request_shares(
     return shares
 
 
-def _prefill_seconds(model: Model, size: Size, context: int, device: str) -> float:
+def _prefill_seconds(model: Model, size: GridSize, context: int, device: str) -> float:
     """All chunks, from one in the middle of the context, which takes their mean time."""
     chunk = min(PREFILL_CHUNK, context // 2)
     start = (context - chunk) // 2
@@ -360,7 +360,9 @@ def _prefill_seconds(model: Model, size: Size, context: int, device: str) -> flo
     return seconds * context / chunk
 
 
-def _vision_seconds(model: Model, shape: Shape, size: Size, visual: int, *, device: str) -> float:
+def _vision_seconds(
+    model: Model, shape: Shape, size: GridSize, visual: int, *, device: str
+) -> float:
     """The tower over `visual` tokens, from a few frame pairs; it attends within a pair."""
     pairs = size.frame_pairs
     side = size.patches_per_side

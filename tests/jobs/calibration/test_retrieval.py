@@ -41,7 +41,7 @@ def test_calibration_measures_retrieval_of_drafts_that_can_stand_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(measure.BANDWIDTH_GIGABYTES, "cpu", 0.02)
-    grid = measure.Grid(
+    grid = measure.CalibrationGrid(
         [300], rows=[1], drafts=parse_drafts("std,ngram"), tokens=3, pairs=1, retrieval=True
     )
     std, ngram = measure.measure_profile("llama", "cpu", "float32", grid, 1).drafts

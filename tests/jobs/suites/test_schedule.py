@@ -11,7 +11,7 @@ import pytest
 from jobs import benchmark
 from jobs.calibration import measure
 from jobs.suites import schedule
-from jobs.suites.schedule import AnswerSpec, Cell, WaveTimes, summarize
+from jobs.suites.schedule import AnswerSpec, WaveCell, WaveTimes, summarize
 from jobs.suites.shared.flags import parse_drafts
 from pipeline.plan.profile_file import write_profile
 from pipeline.records import DraftOption, UsageError
@@ -26,7 +26,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = str(tmp_path_factory.mktemp("profile") / "profile.json")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(measure.BANDWIDTH_GIGABYTES, "cpu", 0.02)
-        grid = measure.Grid(
+        grid = measure.CalibrationGrid(
             [90, 180], rows=[1, 2], drafts=parse_drafts("std,ngram"), tokens=3, pairs=1, texts=2
         )
         write_profile(path, measure.measure_profile("llama", "cpu", "float32", grid, 1))
@@ -60,7 +60,7 @@ def known_cell(
     large: float,
     chosen: Draft | None,
     predicted: float,
-) -> Cell:
+) -> WaveCell:
     times = {
         None: wave_times(dense, 0.1),
         SMALL: wave_times(small, 0.1),
@@ -70,7 +70,7 @@ def known_cell(
         DraftOption(chosen, 1, seconds_per_request=predicted),
         DraftOption(None, 1, seconds_per_request=dense / 10),
     )
-    return Cell(
+    return WaveCell(
         context,
         slots=1,
         answer=AnswerSpec(10),

@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""Answers rows of (video, question); a video is decoded once for all its questions.
+"""Answer the rows of a manifest, each a video and a question.
 
-    python jobs/annotate_dataset.py --input questions.parquet --output s3://bucket/answers --model
-    demo python jobs/annotate_dataset.py --input rows.csv --video-column clip --question-column ask
-    --output answers
+    python jobs/annotate_dataset.py --input questions.parquet --output answers/ --model demo
+    python jobs/annotate_dataset.py --input rows.csv --output answers/ \\
+        --video-column clip --question-column ask
 
-The input's own columns come along into the output. A second run of the same command does what is
-missing and nothing else. Standard output ends with the summary as JSON."""
+A video is decoded and prefilled once for all its questions. The manifest's columns are carried to
+the output. The same command run again answers only what has no row yet. Standard output ends with
+the summary as one JSON object.
+"""
 
 from __future__ import annotations
 
@@ -19,4 +21,4 @@ if not __package__:  # run as a script: this checkout outranks an installed copy
 from pipeline.job import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], Path(__file__).name, default_prompt=""))
+    sys.exit(main(sys.argv[1:], Path(__file__).name, __doc__, default_prompt=""))

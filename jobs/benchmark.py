@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Runs one benchmark suite; standard output ends with its figures as one JSON object.
+"""Run one benchmark suite; standard output ends with its figures as one JSON object.
 
     python jobs/benchmark.py --suite demo_quality --seed 7 --clips 200
 
-What follows `--suite NAME` is the suite's own; `--suite NAME --help` lists it. The exit code is 1
-where the figures are no answer to what the suite asks; `failed` among them then says why."""
+The other flags belong to the suite; `--suite NAME --help` lists them. The exit code is 1 where the
+measurement does not answer the suite's question; the key `failed` says why.
+"""
 
 from __future__ import annotations
 

@@ -1,66 +1,54 @@
 #!/usr/bin/env python
-"""Measures what the device at hand does with a model, and writes it as one JSON file for
-`--profile`.
+"""Measure a device with a model, and write the profile that --profile reads.
 
     python jobs/calibrate.py --model demo --output profile.json
 
-Times dense steps, verifications and draft steps of each draft over a small grid of rows and
-contexts, prefill, vision, selection, and how often drafted tokens are accepted. Takes minutes.
-Standard output ends with one JSON object."""
+Times dense steps, verifications and draft steps of each draft over a grid of batch sizes and
+contexts, prefill, vision and selection, and counts accepted tokens. Takes minutes. Standard output
+ends with one JSON object.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 if not __package__:  # run as a script: this checkout outranks an installed copy
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 
-from pipeline.command_line import (
-    parse_flags,
-)
-from pipeline.job import guarded
+from pipeline.command_line import flag, parse_flags
+from pipeline.job import run_guarded
 from pipeline.plan.profile_file import write_profile
-from pipeline.records import UsageError
 
 
 @dataclass(frozen=True)
 class Flags:
     """The command line."""
 
-    model: str = field(default="demo", metadata={"help": "preset of conf/model, hub id, or folder"})
-    output: str = field(default="", metadata={"help": "where the profile is written"})
-    device: str = field(
-        default="", metadata={"help": "cpu or cuda; default: cuda where there is one"}
-    )
-    dtype: str = field(
-        default="float32", metadata={"help": "of weights and cache, as jobs have it"}
-    )
-    contexts: str = field(default="512,2048,8192", metadata={"help": "tokens, of the grid"})
-    rows: str = field(default="1,8", metadata={"help": "slots, of the grid"})
-    drafts: str = field(
-        default="std,int8,int4,ngram", metadata={"help": "presets of conf/draft that may be chosen"}
-    )
-    tokens: int = field(default=24, metadata={"help": "written per row and pair of segments"})
-    pairs: int = field(default=3, metadata={"help": "pairs of segments, dense and drafted in turn"})
-    retrieval: bool = field(
-        default=False, metadata={"help": "try drafts without verification, for --mode sparse"}
-    )
-    threads: int = field(default=2, metadata={"help": "of a CPU"})
+    model: str = flag("demo", "preset of conf/model, hub id, or folder")
+    output: str = flag("", "where the profile is written")
+    device: Literal["", "cpu", "cuda"] = flag("", "cpu or cuda; default: cuda where there is one")
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "of weights and KV cache")
+    contexts: str = flag("512,2048,8192", "context lengths of the grid, in tokens")
+    rows: str = flag("1,8", "batch sizes of the grid")
+    drafts: str = flag("std,int8,int4,ngram", "presets of conf/draft that the scheduler may choose")
+    tokens: int = flag(24, "generated tokens per row in a pair of timed segments")
+    pairs: int = flag(3, "pairs of timed segments, dense and drafted in turn")
+    retrieval: bool = flag(False, "test drafts without verification, for --mode sparse")
+    threads: int = flag(2, "threads on a CPU")
 
 
 def main(argv: list[str]) -> int:
-    """Measures and writes."""
-    flags: Flags = parse_flags(Flags, argv, Path(__file__).name)
-    if not flags.output:
-        raise UsageError("--output is missing")
-    if flags.dtype not in ("float32", "bfloat16"):
-        raise UsageError(f"--dtype is {flags.dtype!r}: float32 or bfloat16 is needed")
+    """Measure, and write the profile."""
+    flags = parse_flags(
+        Flags, argv, Path(__file__).name, description=__doc__ or "", required=("output",)
+    )
     from jobs.calibration import measure
     from jobs.suites.shared.flags import parse_drafts, parse_numbers
 
@@ -100,4 +88,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(Path(__file__).name, lambda: main(sys.argv[1:])))
+    sys.exit(run_guarded(Path(__file__).name, lambda: main(sys.argv[1:])))

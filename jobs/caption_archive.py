@@ -1,11 +1,13 @@
 #!/usr/bin/env python
-"""Captions every video of an archive; each --prompt is answered by each video.
+"""Put every --prompt to every video of an archive; the answers go to Parquet, one row each.
 
-    python jobs/caption_archive.py --input s3://bucket/videos/ --output s3://bucket/captions --model
-    demo ray job submit --working-dir . -- python jobs/caption_archive.py --config conf/nightly.yaml
+    python jobs/caption_archive.py --input videos/ --output captions/ --model demo
+    python jobs/caption_archive.py --config conf/nightly.yaml
+    ray job submit --working-dir . -- python jobs/caption_archive.py --config conf/nightly.yaml
 
-A second run of the same command does what is missing and nothing else. Standard output ends with
-the summary as JSON."""
+The same command run again answers only what has no row yet. Standard output ends with the summary
+as one JSON object.
+"""
 
 from __future__ import annotations
 
@@ -18,4 +20,4 @@ if not __package__:  # run as a script: this checkout outranks an installed copy
 from pipeline.job import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], Path(__file__).name))
+    sys.exit(main(sys.argv[1:], Path(__file__).name, __doc__))

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""What a job would be: videos, tokens, waves and their drafts, hours, and which requests would fail
-and why. No frame is decoded.
+"""Show what a job would do, from headers alone: no frame is decoded, no GPU is needed.
 
-    python jobs/plan.py --input s3://bucket/videos/ --model qwen2-vl-7b --fps 1
+    python jobs/plan.py --input videos/ --model demo
+    python jobs/plan.py --input s3://bucket/videos/ --model qwen2-vl-7b --profile profile.json
 
-Takes the flags of `caption_archive.py`, whose --dry-run it is. Standard output ends with the plan
-as JSON."""
+Prints requests, tokens, waves and their drafts, time and cost, and which requests would fail and
+why. Takes the flags of caption_archive.py. Standard output ends with the plan as one JSON object.
+"""
 
 from __future__ import annotations
 
@@ -18,4 +19,4 @@ if not __package__:  # run as a script: this checkout outranks an installed copy
 from pipeline.job import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], Path(__file__).name, dry=True))
+    sys.exit(main(sys.argv[1:], Path(__file__).name, __doc__, plan_only=True))

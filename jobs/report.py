@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the HTML report of an output: `_report.html` in its folder, one self-contained page.
+"""Write the HTML report of an output: `_report.html` in its folder, one self-contained page.
 
     python jobs/report.py --output s3://bucket/captions --price-per-hour 4.10
 
@@ -11,15 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:  # run as a script: this checkout takes precedence over an installed copy
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pipeline.command_line import parse_flags
-from pipeline.job import guarded
-from pipeline.records import UsageError
+from pipeline.command_line import flag, parse_flags
+from pipeline.job import run_guarded
 from pipeline.report.overview import headline
 from pipeline.report.page import write_report
 
@@ -30,19 +29,15 @@ logger = logging.getLogger(__name__)
 class Flags:
     """The command line."""
 
-    output: str = field(
-        default="", metadata={"help": "folder or bucket prefix that a run wrote to"}
-    )
-    price_per_hour: float | None = field(
-        default=None, metadata={"help": "of all machines together, in any currency"}
-    )
+    output: str = flag("", "folder or bucket prefix that a run wrote to")
+    price_per_hour: float | None = flag(None, "of all machines together, in any currency")
 
 
 def main(argv: list[str]) -> int:
     """Write the page and log its headline."""
-    flags: Flags = parse_flags(Flags, argv, Path(__file__).name)
-    if not flags.output:
-        raise UsageError("--output is missing")
+    flags = parse_flags(
+        Flags, argv, Path(__file__).name, description=__doc__ or "", required=("output",)
+    )
     page_uri, data = write_report(flags.output, flags.price_per_hour)
     logger.info("%s", headline(data))
     result = {"report": page_uri, "rows": data.num_rows, "errors": data.num_errors}
@@ -51,4 +46,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(Path(__file__).name, lambda: main(sys.argv[1:])))
+    sys.exit(run_guarded(Path(__file__).name, lambda: main(sys.argv[1:])))

@@ -1,6 +1,8 @@
-"""A job from its command line to its exit code: 0 every request has a row, 1 stopped early and a
-rerun resumes, 2 the configuration or the input is wrong and nothing was started, 3 more requests
-failed than allowed."""
+"""A job from its command line to its exit code.
+
+0: every request has a row. 1: the run ended early; the same command resumes. 2: configuration or
+input is wrong; nothing was started. 3: finished, but more requests failed than allowed.
+"""
 
 from __future__ import annotations
 
@@ -34,87 +36,88 @@ from pipeline.records import (
     RequestError,
     RunError,
     UsageError,
-    Wave,
 )
 from pipeline.report.monitor import RunMonitor
 
 logger = logging.getLogger(__name__)
 
 
+SurveyFactory = Callable[[Job, Sequence[str]], Survey]
+
+
 def main(
     argv: Sequence[str],
     prog: str,
+    description: str = "",
     default_prompt: str = DEFAULT_PROMPT,
-    dry: bool = False,
-    survey: Callable[[Job, Sequence[str]], Survey] = SubprocessSurvey,
+    plan_only: bool = False,
+    survey: SurveyFactory = SubprocessSurvey,
 ) -> int:
-    """Runs a job, prints its JSON as the last line of standard output, and returns the exit code.
+    """Run or plan the job of a command line; print its JSON as the last line of standard output.
 
     Args:
-        default_prompt: asked where neither the command line nor the input asks anything.
-        dry: only plans, and needs no output.
+        argv: the words after the script's name.
+        prog: the script's name, for messages and `--help`.
+        description: text at the top of `--help`.
+        default_prompt: used where neither the command line nor the input has a prompt.
+        plan_only: plan, as with `--dry-run`; no output is needed.
         survey: see `run_job`.
+
+    Returns:
+        The exit code.
     """
-    return guarded(prog, lambda: _main(argv, prog, default_prompt, dry, survey=survey))
+
+    def work() -> int:
+        required = ("input",) if plan_only else ("input", "output")
+        job = parse_job(argv, prog, description, required=required)
+        logs.configure(job.log_level)
+        if plan_only or job.dry_run:
+            return plan_job(job, default_prompt)
+        summary = run_job(job, default_prompt, survey)
+        print(json.dumps(summary), flush=True)
+        return 3 if summary["errors"] > job.max_error_fraction * summary["requests"] else 0
+
+    return run_guarded(prog, work)
 
 
-def guarded(prog: str, work: Callable[[], int]) -> int:
-    """Turns the ways in which a run ends early into an exit code and one sentence on standard
-    error."""
+def run_guarded(prog: str, work: Callable[[], int]) -> int:
+    """Call `work`; turn the errors that end a run early into an exit code and one log message.
+
+    SIGTERM raises KeyboardInterrupt, as SIGINT does.
+    """
     logs.configure()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return work()
     except UsageError as error:
-        return _say(prog, str(error), 2)
+        message = str(error)
+        code = 2
     except (RunError, LeaseLost) as error:
-        return _say(prog, str(error), 1)
+        message = str(error)
+        code = 1
     except RequestError as error:
-        return _say(prog, f"storage failed: {error.message}; the same command resumes", 1)
+        message = f"storage failed: {error.message}; the same command resumes"
+        code = 1
     except KeyboardInterrupt:
-        return _say(prog, "stopped; the same command resumes", 1)
-
-
-def _say(prog: str, sentence: str, code: int) -> int:
-    logger.error("%s: %s", prog, " ".join(sentence.split()))
+        message = "stopped; the same command resumes"
+        code = 1
+    logger.error("%s: %s", prog, " ".join(message.split()))
     return code
 
 
-def _main(
-    argv: Sequence[str],
-    prog: str,
-    default_prompt: str,
-    dry: bool,
-    survey: Callable[[Job, Sequence[str]], Survey],
-) -> int:
-    job = parse_job(argv, prog, required=("input",) if dry else ("input", "output"))
-    if dry or job.dry_run:
-        return plan_job(job, default_prompt)
-    result = run_job(job, default_prompt, survey)
-    print(json.dumps(result), flush=True)
-    return 3 if result["errors"] > job.max_error_fraction * result["requests"] else 0
-
-
-def prompts_of(job: Job, default_prompt: str) -> tuple[str, ...]:
-    """What each video is asked. Raises UsageError for a file of prompts that cannot be read."""
-    if not job.prompts:
-        return job.prompt or ((default_prompt,) if default_prompt else ())
-    try:
-        lines = Path(job.prompts).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompts {job.prompts!r} cannot be read: {error}") from error
-    if not any(lines):
-        raise UsageError(f"--prompts {job.prompts!r} holds no prompt")
-    return (*job.prompt, *filter(None, lines))
+# -------------------------------------------------------------------------------------------- plan
 
 
 def plan_job(job: Job, default_prompt: str) -> int:
-    """Prints what the job would do; the last line is JSON. What is wrong for a run is wrong for its
-    plan."""
-    from pipeline.intake.survey_process import BlockingSurvey  # needs PyTorch
+    """Print what the job would do, from headers alone; the last line is JSON.
 
-    survey = BlockingSurvey(job, prompts_of(job, default_prompt))
-    inputs = planning_inputs(job, survey.facts)
+    Raises:
+        UsageError: whatever would end a run before it starts.
+    """
+    from pipeline.intake.survey_process import BlockingSurvey  # imports PyTorch
+
+    survey = BlockingSurvey(job, _prompts(job, default_prompt))
+    inputs = _planning_inputs(job, survey.facts)
     requests = [request for batch in survey.plan_requests() for request in batch]
     failed = [request for request in requests if isinstance(request, FailedRequest)]
     planned, too_large = split_by_capacity(
@@ -122,38 +125,7 @@ def plan_job(job: Job, default_prompt: str) -> int:
         Capacity(inputs.profile, inputs.config),
     )
     failed += too_large
-    report = dryrun.report(_waves(planned, inputs), failed, inputs)
-    print(plan_table.table(report, failed))
-    print(json.dumps(report), flush=True)
-    return 0
-
-
-def profile_source(job: Job, facts: JobFacts) -> ProfileSource:
-    return ProfileSource(job.profile, facts.revision, job.dtype, facts.model_size)
-
-
-def planning_inputs(job: Job, facts: JobFacts) -> PlanningInputs:
-    """The device profile and the wave configuration of a job. Raises UsageError for a profile that
-    cannot be read or belongs to another model, precision or device."""
-    profile = profile_source(job, facts).on(facts.device)
-    draft = draft_of(job)
-    if (
-        job.mode == "sparse"
-        and draft is not None
-        and (why := sparse_mode_objection(profile, draft))
-    ):
-        if job.profile:
-            raise UsageError(f"--mode sparse is refused: {why}")
-        logger.warning(
-            "--mode sparse: nothing shows that its texts hold what is asked for: %s", why
-        )
-    return PlanningInputs(
-        profile, wave_config_of(job, draft, facts.samples_by_default), job.price_per_hour
-    )
-
-
-def _waves(planned: Sequence[PlannedRequest], inputs: PlanningInputs) -> tuple[Wave, ...]:
-    return plan(
+    waves = plan(
         planned,
         inputs.profile,
         History(),
@@ -161,89 +133,141 @@ def _waves(planned: Sequence[PlannedRequest], inputs: PlanningInputs) -> tuple[W
         closed=True,
         config=inputs.config,
     )
+    report = dryrun.report(waves, failed, inputs)
+    print(plan_table.table(report, failed))
+    print(json.dumps(report), flush=True)
+    return 0
+
+
+def _prompts(job: Job, default_prompt: str) -> tuple[str, ...]:
+    """The prompts put to each video: those of `--prompt` and `--prompts`, else the default."""
+    if not job.prompts:
+        return job.prompt or ((default_prompt,) if default_prompt else ())
+    try:
+        lines = Path(job.prompts).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prompts {job.prompts!r} cannot be read: {error}") from error
+    if not any(lines):
+        raise UsageError(f"--prompts {job.prompts!r} contains no prompt")
+    return (*job.prompt, *filter(None, lines))
+
+
+def _profile_source(job: Job, facts: JobFacts) -> ProfileSource:
+    return ProfileSource(job.profile, facts.revision, job.dtype, facts.model_size)
+
+
+def _planning_inputs(job: Job, facts: JobFacts) -> PlanningInputs:
+    """The device profile and the wave configuration of a job.
+
+    Raises:
+        UsageError: the profile cannot be read, or belongs to another model, precision or device.
+    """
+    profile = _profile_source(job, facts).on(facts.device)
+    draft = draft_of(job)
+    if job.mode == "sparse" and draft is not None:
+        _check_sparse_mode(job, sparse_mode_objection(profile, draft))
+    return PlanningInputs(
+        profile, wave_config_of(job, draft, facts.samples_by_default), job.price_per_hour
+    )
+
+
+def _check_sparse_mode(job: Job, objection: str | None) -> None:
+    """Refuse `--mode sparse` where the profile shows that the draft fails; without one, warn."""
+    if objection and job.profile:
+        raise UsageError(f"--mode sparse is refused: {objection}")
+    if objection:
+        logger.warning("--mode sparse: the quality of its texts is not measured: %s", objection)
+
+
+# --------------------------------------------------------------------------------------------- run
 
 
 def run_job(
     job: Job,
     default_prompt: str = DEFAULT_PROMPT,
-    survey: Callable[[Job, Sequence[str]], Survey] = SubprocessSurvey,
-    **driving: Any,
+    survey: SurveyFactory = SubprocessSurvey,
+    **stand_ins: Any,
 ) -> dict[str, Any]:
-    """Answers what has no row yet, and returns the summary that it also writes to the output.
+    """Answer every request that has no row yet.
 
-    Args: survey: where the input is read; `pipeline.intake.survey_process.InProcessSurvey` in a
-        process that has PyTorch loaded anyway. driving: keywords of
-        `pipeline.driver.cluster.drive`.
+    Args:
+        survey: reads model configuration, manifest and headers; `InProcessSurvey` suits a process
+            that has loaded PyTorch anyway.
+        stand_ins: `load`, `decode` and `limits` of `pipeline.driver.cluster.drive`.
 
-    Raises: UsageError: before anything is started. RunError, LeaseLost, RequestError: the run ended
-        early and resumes.
+    Returns:
+        The summary, which is also written to the output.
+
+    Raises:
+        UsageError: before anything is started.
+        RunError, LeaseLost, RequestError: the run ended early; a rerun resumes.
     """
     began = time.monotonic()
     draft = draft_of(job)
     output = OutputFolder(job.output)
-    with survey(job, prompts_of(job, default_prompt)) as surveyor:
+    with survey(job, _prompts(job, default_prompt)) as surveyor:
         wait_for_output(output)  # while the survey process loads
         facts = surveyor.facts
-        config = planning_inputs(job, facts).config  # a wrong profile is refused here
-        options: dict[str, Any] = {
-            "retry_failed": job.retry_failed,
-            "rows_per_part": job.rows_per_part,
-        }
+        config = _planning_inputs(job, facts).config  # refuses a profile that does not fit
         with (
-            open_output(output, facts.input_schema, **options) as writer,
+            open_output(
+                output,
+                facts.input_schema,
+                retry_failed=job.retry_failed,
+                rows_per_part=job.rows_per_part,
+            ) as writer,
             RunMonitor(job.output, rows.run_metadata(job, draft), lambda: writer.new) as monitor,
         ):
             recorder = _Recorder(writer, rows.Provenance(job, facts.revision, draft), monitor)
-            found = monitor.count_requests(surveyor.start(writer.done, writer.done & writer.failed))
+            requests = surveyor.start(writer.done, writer.done & writer.failed)
             pool = RequestPool(
-                found,
+                monitor.count_requests(requests),
                 on_failed=recorder.failed,
                 on_wave=monitor.record_wave,
-                profile_on=profile_source(job, facts).on,
+                profile_on=_profile_source(job, facts).on,
                 config=config,
             )
             decoded = 0
             while pool.poll():
                 monitor.show_reading()
             if not pool.empty:
-                # starts Ray's machinery, which a run without work does without
-                from pipeline.driver.cluster import (
-                    drive,
-                )
+                from pipeline.driver.cluster import drive  # starts Ray, which a rerun may not need
 
                 decoded = drive(
                     job,
                     pool,
                     max_model_len=facts.max_model_len,
-                    on_completed=recorder.answered,
+                    on_completed=recorder.completed,
                     observer=monitor,
                     on_step=writer.flush_due,
-                    **driving,
+                    **stand_ins,
                 )
             writer.flush()
-            totals = surveyor.totals
-            errors = totals.failed + recorder.errors
-            result = rows.run_summary(
-                totals.requests, errors, writer.totals, time.monotonic() - began, decoded=decoded
+            summary = rows.run_summary(
+                surveyor.totals.requests,
+                surveyor.totals.failed + recorder.errors,
+                writer.totals,
+                time.monotonic() - began,
+                decoded=decoded,
             )
-            writer.write_summary(result)
-    return result
+            writer.write_summary(summary)
+    return summary
 
 
 class _Recorder:
-    """Writes rows, shows them to the monitor, and counts those that are errors."""
+    """Writes rows, shows them to the monitor, and counts error rows."""
 
-    def __init__(self, writer: OutputWriter, run: rows.Provenance, monitor: RunMonitor):
+    def __init__(self, writer: OutputWriter, provenance: rows.Provenance, monitor: RunMonitor):
         self.writer = writer
-        self.run = run
+        self.provenance = provenance
         self.monitor = monitor
         self.errors = 0
 
     def failed(self, failure: FailedRequest) -> None:
-        self._add(rows.failed_row(self.run, failure))
+        self._add(rows.failed_row(self.provenance, failure))
 
-    def answered(self, completed: CompletedRequest) -> None:
-        self._add(rows.completed_row(self.run, completed))
+    def completed(self, completed: CompletedRequest) -> None:
+        self._add(rows.completed_row(self.provenance, completed))
 
     def _add(self, row: dict[str, Any]) -> None:
         self.errors += row["status"] == "error"

@@ -50,7 +50,7 @@ def test_a_plan_says_what_will_be_and_touches_nothing(
 ) -> None:
     (archive / "empty.mp4").write_bytes(b"")
     words = ["--input", str(archive), "--model", str(tiny_model), "--prompt", "a", "--prompt", "b"]
-    assert main(words, "plan.py", dry=True) == 0
+    assert main(words, "plan.py", plan_only=True) == 0
     text = capsys.readouterr().out.splitlines()
     plan = json.loads(text[-1])
     assert (plan["requests"], plan["videos"], plan["errors"]) == (14, 7, 2)

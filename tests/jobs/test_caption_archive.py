@@ -197,7 +197,7 @@ def test_from_a_bucket_into_a_bucket(run: Any, s3: Any, clips: list[bytes]) -> N
 def test_engines_that_are_killed_are_replaced_and_change_no_text(
     run: Any, shelf: Path, verified: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered = job_module._Recorder.answered
+    answered = job_module._Recorder.completed
     rows = []
 
     def kill_now_and_then(self: Any, *row: Any) -> None:
@@ -208,7 +208,7 @@ def test_engines_that_are_killed_are_replaced_and_change_no_text(
                 os.kill(process, signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(job_module._Recorder, "answered", kill_now_and_then)
+        patch.setattr(job_module._Recorder, "completed", kill_now_and_then)
         summary = run(shelf, tmp_path / "out", "--max-num-seqs=1", *LONGER)
     assert (summary["requests"], summary["new"], summary["errors"]) == (6, 6, 0)
     assert texts_of(tmp_path / "out") == texts_of(verified)

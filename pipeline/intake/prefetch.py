@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
 JOIN_SECONDS = 5.0  # to wait for the thread on close
-PUT_SECONDS = 0.2  # between looks at whether the queue was closed
+PUT_SECONDS = 0.2  # between checks whether the queue was closed
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -156,7 +156,7 @@ def test_the_pixel_cap_of_qwen_vl_utils_applies_unless_the_checkpoint_turns_it_o
     video.size = {"shortest_edge": 4 * factor**2, "longest_edge": 768 * factor**2}
     video.max_video_tokens = 300
     geometry = checkpoint.family.geometry(checkpoint.processor)
-    seen = set()
+    sizes = set()
     for count in (2, 6, 12, 40):
         info = VideoInfo(
             "v",
@@ -180,7 +180,7 @@ def test_the_pixel_cap_of_qwen_vl_utils_applies_unless_the_checkpoint_turns_it_o
         assert (
             plan.tokens == int(torch.as_tensor(out["video_grid_thw"]).prod()) // video.merge_size**2
         )
-        seen.add((plan.height, plan.width))
-    assert len(seen) > 2
+        sizes.add((plan.height, plan.width))
+    assert len(sizes) > 2
     video.cap_pixels_per_frame = False
     assert checkpoint.family.geometry(checkpoint.processor).total_pixels is None

@@ -161,10 +161,10 @@ def bundled() -> list[Path]:
 
 def test_real_footage() -> None:
     infos = [probe(str(path)) for path in bundled()]
-    seen = {
+    headers = {
         Path(info.uri).stem: (info.height, info.width, info.frames, info.exact) for info in infos
     }
-    assert seen == {
+    assert headers == {
         "bigbuckbunny": (720, 1280, 132, True),
         "bikes": (272, 640, 250, True),
         "carphone_distorted": (144, 176, 120, True),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from std_core.decoding.accept import accept_equal, accept_sampled
 from std_core.decoding.slots import Slots
 from std_core.decoding.token_sampling import sample_tokens
-from std_core.model.cache import AttentionProbe, DecodeStep
+from std_core.model.cache import AttentionProbe, DecodeStep, MirrorCache
 from std_core.model.model import Model
 
 
@@ -194,7 +194,7 @@ def verify(
     width = tokens.shape[1]
     tokens = F.pad(tokens, (0, max(0, slots.strict - width)))
     positions = slots.position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-    mirror = (slots.draft, slots.draft_length) if slots.view == "selected" else None
+    mirror = MirrorCache(slots.draft, slots.draft_length) if slots.view == "selected" else None
     kv = DecodeStep(
         slots.suffix,
         lengths=slots.length,
@@ -202,7 +202,7 @@ def verify(
         groups=slots.groups,
         mirror=mirror,
         fixed=slots.strict > 0,
-        look=probe,
+        attention_probe=probe,
     )
     logits = model.step(tokens, positions, kv)[:, :width]
     # a sum is not finite if a term is not, and costs a fiftieth of testing each

@@ -90,9 +90,7 @@ class DraftViewBuilder:
         """Per layer (KV heads, K) indices into the selectable positions; empty if all are kept."""
         if not prompt.prefix_length or draft.policy == "full":
             return []
-        return select(
-            draft, mass, row_seed=prompt.length, total=self.model.tensor_parallel.all_reduce
-        )
+        return select(draft, mass, row_seed=prompt.length, total=self.model.tp_group.all_reduce)
 
     def _positions(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions in the prefix that can be selected, and those that are always kept."""
@@ -116,9 +114,9 @@ class DraftViewBuilder:
             if selected:
                 chosen = selectable[selected[layer].to(selectable.device)]
                 kept = torch.cat([kept, chosen], dim=1)
-            shared = slots.prefix.row(layer, max(prefix, 0), prompt.prefix_length)
-            suffix = slots.suffix.row(layer, slot, prompt.length - prompt.prefix_length)
-            entries = gather_draft_kv(slots.draft, slot, layer, shared, kept=kept, own=suffix)
+            shared = slots.prefix.row_segment(layer, max(prefix, 0), prompt.prefix_length)
+            suffix = slots.suffix.row_segment(layer, slot, prompt.length - prompt.prefix_length)
+            entries = gather_draft_kv(slots.draft, slot, layer, shared, kept=kept, suffix=suffix)
         slots.draft_length[slot] = entries
         count = selected[0].shape[1] if selected else 0
         return BuiltView(entries, DraftKV(selectable, start=len(always), count=count))
@@ -135,7 +133,7 @@ class DraftViewBuilder:
         if selected:
             # ranks hold different heads; all take rank 0's selection
             first_head = selected[0][0].to(selectable.device)
-            chosen = selectable[self.model.tensor_parallel.broadcast(first_head)]
+            chosen = selectable[self.model.tp_group.broadcast(first_head)]
         return torch.cat([always, chosen]).sort().values
 
     def _prefill_second_model(

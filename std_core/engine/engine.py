@@ -16,7 +16,7 @@ from std_core.engine.draft_models import DraftModels
 from std_core.engine.prefixes import PrefixStore
 from std_core.model.checkpoint import Checkpoint, ModelInputs
 from std_core.model.model import Model
-from std_core.model.tensor_parallel import SINGLE_RANK, join_group, unshardable_reason
+from std_core.model.tp_group import SINGLE_RANK, join_group, unshardable_reason
 from std_core.types import Counters, Draft, GammaSchedule, Mode, Request, Result
 
 
@@ -54,7 +54,7 @@ class Engine:
     draft_models: DraftModels = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        ranks = self.model.tensor_parallel.size
+        ranks = self.model.tp_group.size
         if self.strict and ranks > 2:
             raise ValueError(
                 f"strict is for one or two ranks, not {ranks}: the order in which the partial sums"
@@ -107,7 +107,7 @@ class Engine:
         ranks = SINGLE_RANK
         if tensor_parallel_size > 1:
             ranks = join_group(tensor_parallel_size, rank, address, device)
-        model = Model.load(checkpoint, getattr(torch, dtype), *devices, ranks=ranks)
+        model = Model.load(checkpoint, getattr(torch, dtype), *devices, tp_group=ranks)
         return cls(model, checkpoint, **settings)  # type: ignore[arg-type]
 
     def resize(self, max_num_seqs: int) -> None:
@@ -140,7 +140,7 @@ class Engine:
             ValueError: the draft does not go with this model or mode, or a gamma schedule exceeds
                 its γ.
         """
-        synchronize_requests = self.model.tensor_parallel.synchronize_requests(iter(requests))
+        synchronize_requests = self.model.tp_group.synchronize_requests(iter(requests))
         yield from self.new_batch(draft, prepare, mode).run(synchronize_requests)
 
     def new_batch(

@@ -25,7 +25,7 @@ from std_core.engine.context import EngineContext
 from std_core.engine.draft_view import DraftViewBuilder
 from std_core.engine.prompt import Prompt
 from std_core.engine.row import Row
-from std_core.model.cache import PrefillStep
+from std_core.model.cache import PrefillStep, PrefixEntries
 from std_core.model.checkpoint import ModelInputs
 from std_core.model.drafters import draft_layers
 from std_core.model.sparsity import record_projection_inputs
@@ -167,7 +167,7 @@ class Prefill:
         vision_s = time.perf_counter() - began
         for start in range(0, length, self.context.prefill_chunk):
             end = min(length, start + self.context.prefill_chunk)
-            embeds = self.model.embed_part(prompt.inputs, features, start, end)
+            embeds = self.model.embed_span(prompt.inputs, features, start, end)
             kv = PrefillStep(store.cache, row, start)
             self.model.prefill_chunk(embeds, prompt.positions[..., start:end], kv)
             counters.chunks += 1
@@ -216,10 +216,10 @@ class Prefill:
         kv = PrefillStep(self.slots.suffix, slot, start - cut)
         if not cut:
             return kv
-        kv.prefix = (self.slots.prefix, prefix, cut)
+        kv.prefix = PrefixEntries(self.slots.prefix, prefix, cut)
         if is_last and self.draft is not None and self.draft_view.needs_attention_mass:
-            kv.visual = prompt.inputs.selectable_positions.to(self.model.device)
-            kv.observers = OBSERVATION_WINDOW if self.draft.policy == "snapkv" else None
+            kv.scored_positions = prompt.inputs.selectable_positions.to(self.model.device)
+            kv.observation_window = OBSERVATION_WINDOW if self.draft.policy == "snapkv" else None
         return kv
 
     def _first_token(

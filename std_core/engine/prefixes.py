@@ -86,8 +86,8 @@ class PrefixStore:
         copy = self._oldest_free(in_use)
         prefix = self.prefixes[row]
         for layer in range(len(self.cache.key)):
-            key, value = self.cache.row(layer, row, prefix.length)
-            self.cache.fill(layer, copy, 0, key[0], value=value[0])
+            key, value = self.cache.row_segment(layer, row, prefix.length)
+            self.cache.write_row(layer, copy, 0, key[0], value=value[0])
         self.prefixes[copy] = replace(prefix, key=None)
         return copy
 

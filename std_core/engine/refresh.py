@@ -53,7 +53,7 @@ def reselect(draft: Draft, slots: Slots, rows: Sequence[Row | None], probe: Atte
     most = int(count.max())
     step = torch.arange(most, device=device)
     slots.draft.reserve(int(start.max()) + most)
-    padding = torch.arange(probe.places.shape[1], device=device) >= sizes  # (B, m)
+    padding = torch.arange(probe.positions.shape[1], device=device) >= sizes  # (B, m)
     prefixes = probe.prefix_of_row[:, None, None]
     heads = torch.arange(slots.prefix.key[0].shape[1], device=device)
     for layer, mass in enumerate(probe.mass):
@@ -61,13 +61,13 @@ def reselect(draft: Draft, slots: Slots, rows: Sequence[Row | None], probe: Atte
             mass = with_sinks(mass, draft.sinks)
         mass = mass.to(device).masked_fill(padding[:, None], float("-inf"))
         top = mass.topk(most, dim=2).indices
-        positions = probe.places[:, None].expand(-1, len(heads), -1).gather(2, top)
+        positions = probe.positions[:, None].expand(-1, len(heads), -1).gather(2, top)
         keys = slots.prefix.key[layer]
         values = slots.prefix.value[layer]
         # with layers spread over devices, a layer's caches are on its own device
         to = keys.device
         where = (prefixes.to(to), heads[:, None].to(to), positions.to(to))
-        slots.draft.replace(
+        slots.draft.overwrite(
             layer,
             (start + step).to(to),
             (step < count).to(to),

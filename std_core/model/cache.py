@@ -1,15 +1,18 @@
-"""Keys and values, and what attention does with them in prefill and in a decode step.
+"""KV caches, and the attention over them in a prefill chunk and in a decode step.
 
-There are three stores of one kind: prefixes (what several questions on one video share), the rows'
-own entries, and the draft's view of a row. An object with `attend` is handed to the model as the
-keyword `kv` and arrives at the attention function in each layer. Keys are kept after rotation, so
-gathered entries keep their true positions."""
+There are three caches of one class: the prefixes that several questions on one video share; the
+rows' suffixes, which hold each row's own entries behind its prefix; and the draft's selected view
+of each row. Keys are stored after rotation, so gathered entries keep their true positions.
+
+A `PrefillStep` or `DecodeStep` is passed to the model as the keyword `kv`; transformers hands it
+down to the attention function, which calls `attend` in each layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,190 +26,287 @@ from std_core.kernels.shared.segments import PrefixGroups, Segment
 
 
 class KVCache:
-    """(layers) × (rows, KV heads, capacity, head size), keys and values; grows, never shrinks.
-    `devices`: of each layer."""
+    """Keys and values per layer, (rows, KV heads, capacity, head size) each.
+
+    The capacity grows in whole splits of the attention kernels and never shrinks. Which entries of
+    a row are valid is not stored here.
+    """
 
     def __init__(
         self, devices: Sequence[Any], rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ):
+        """
+        Args:
+            devices: of each layer.
+        """
         self.key = [
             torch.zeros(rows, kv_heads, 0, head_dim, dtype=dtype, device=device)
             for device in devices
         ]
-        self.value = [torch.zeros_like(k) for k in self.key]
+        self.value = [torch.zeros_like(key) for key in self.key]
 
     @property
     def capacity(self) -> int:
+        """Entries per row."""
         return self.key[0].shape[2]
 
     def reserve(self, entries: int) -> None:
-        """Makes room for `entries` per row, in whole splits of the attention."""
-        if entries > self.capacity:
-            more = -(-entries // SPLIT_SIZE) * SPLIT_SIZE - self.capacity
-            for store in (self.key, self.value):
-                for layer, old in enumerate(store):
-                    store[layer] = _longer(old, more)
+        """Grow the capacity to at least `entries` per row."""
+        missing = entries - self.capacity
+        if missing <= 0:
+            return
+        added = -(-entries // SPLIT_SIZE) * SPLIT_SIZE - self.capacity
+        for store in (self.key, self.value):
+            for layer, old in enumerate(store):
+                store[layer] = _extended(old, added)
 
-    def layer(self, layer: int) -> Segment:
+    def segment(self, layer: int) -> Segment:
+        """Return a layer's keys and values of all rows."""
         return Segment(self.key[layer], self.value[layer])
 
-    def row(self, layer: int, row: int, length: int) -> Segment:
-        """Of one row its first `length` entries, (1, KV heads, length, head size)."""
+    def row_segment(self, layer: int, row: int, length: int) -> Segment:
+        """Return the first `length` entries of one row, (1, KV heads, length, head size)."""
         return Segment(
             self.key[layer][row : row + 1, :, :length],
             self.value[layer][row : row + 1, :, :length],
         )
 
-    def fill(self, layer: int, row: int, at: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes entries of one row from place `at` on; key and value: (KV heads, n, head size)."""
-        self.key[layer][row, :, at : at + key.shape[1]] = key
-        self.value[layer][row, :, at : at + value.shape[1]] = value
+    def write_row(
+        self, layer: int, row: int, start: int, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Write n entries of one row at index `start`; key and value: (KV heads, n, head size)."""
+        end = start + key.shape[1]
+        self.key[layer][row, :, start:end] = key
+        self.value[layer][row, :, start:end] = value
 
-    def write(
+    def write_rows(
         self, layer: int, lengths: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Writes T entries per row behind `lengths` (B,); key and value: (B, KV heads, T, head
-        size)."""
+        """Write T entries of every row at index `lengths` (B,).
+
+        Args:
+            key, value: (B, KV heads, T, head size).
+        """
         write_rows(self.key[layer], lengths, key)
         write_rows(self.value[layer], lengths, value)
 
-    def replace(
+    def overwrite(
         self,
         layer: int,
-        at: torch.Tensor,
-        valid: torch.Tensor,
+        indices: torch.Tensor,
+        mask: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> None:
-        """Writes K entries per row at places `at` (B, K) where `valid` (B, K); key and value: (B,
-        K, KV heads, d)."""
-        rows = torch.arange(len(at), device=at.device)[:, None]
+        """Write K entries of every row at `indices` (B, K) where `mask` (B, K) is set.
+
+        Args:
+            key, value: (B, K, KV heads, head size).
+        """
+        rows = torch.arange(len(indices), device=indices.device)[:, None]
         for store, new in ((self.key[layer], key), (self.value[layer], value)):
-            store[rows, :, at] = torch.where(valid[..., None, None], new, store[rows, :, at])
+            store[rows, :, indices] = torch.where(
+                mask[..., None, None], new, store[rows, :, indices]
+            )
 
 
-def _longer(store: torch.Tensor, more: int) -> torch.Tensor:
-    """With room for so many entries more, zeros. Attention reads caches from end to end: on a CPU
-    with large pages a fifth faster."""
+def _extended(store: torch.Tensor, added: int) -> torch.Tensor:
+    """Append `added` zero entries per row. Huge pages make attention on a CPU a fifth faster."""
     if store.device.type != "cpu":
-        return F.pad(store, (0, 0, 0, more))
+        return F.pad(store, (0, 0, 0, added))
     rows, heads, capacity, dim = store.shape
-    longer = advise_huge_pages(store.new_empty(rows, heads, capacity + more, dim))
-    longer[:, :, :capacity] = store
-    longer[:, :, capacity:] = 0
-    return longer
+    extended = advise_huge_pages(store.new_empty(rows, heads, capacity + added, dim))
+    extended[:, :, :capacity] = store
+    extended[:, :, capacity:] = 0
+    return extended
+
+
+# ------------------------------------------------------------------------------------------ prefill
+
+
+class PrefixEntries(NamedTuple):
+    """One prefix in the prefix cache."""
+
+    cache: KVCache
+    row: int
+    length: int
 
 
 @dataclass
 class PrefillStep:
-    """A chunk of one prompt, behind the `at` entries that `row` of `store` has already, and behind
-    a prefix if given.
+    """A chunk of one prompt, written to one row of a cache.
 
-    `visual`: places in the prefix of its visual tokens, if the attention that the chunk gives them
-    is to be gathered."""
+    Args:
+        cache: that the chunk is written to.
+        row: of the cache.
+        start: entries that the row has already; the chunk follows them.
+        prefix: that precedes the row's entries.
+        scored_positions: (m,) positions in the prefix. If given, `mass` collects the attention that
+            the chunk's tokens give them, as the score for KV selection.
+        observation_window: only so many of the chunk's last tokens count for the score; None: all.
+        mass: per layer (KV heads, m); filled by `attend`.
+    """
 
-    store: KVCache
+    cache: KVCache
     row: int
-    at: int
-    prefix: tuple[KVCache, int, int] | None = None  # store, row, length
-    visual: torch.Tensor | None = None
-    observers: int | None = None  # so many of the chunk's last tokens are asked; all if None
-    mass: list[torch.Tensor] = field(default_factory=list)  # per layer (KV heads, m_v)
+    start: int
+    prefix: PrefixEntries | None = None
+    scored_positions: torch.Tensor | None = None
+    observation_window: int | None = None
+    mass: list[torch.Tensor] = field(default_factory=list)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        past = [self.store.row(layer, self.row, self.at)]
+        """Attend from the chunk and write its entries.
+
+        Args:
+            query: (1, query heads, T, head size).
+            key, value: (1, KV heads, T, head size).
+
+        Returns:
+            (1, query heads, T, head size).
+        """
+        past = [self.cache.row_segment(layer, self.row, self.start)]
         if self.prefix is not None:
-            store, row, length = self.prefix
-            past.append(store.row(layer, row, length))
-        out, logsumexp = attend_chunk(query, past, Segment(key, value), scale)
-        self.store.fill(layer, self.row, self.at, key[0], value=value[0])
-        if self.visual is not None:
-            looked_at = past[-1].key[0][:, self.visual.to(query.device)]
-            last = slice(-self.observers if self.observers else None, None)
+            prefix = self.prefix.cache.row_segment(layer, self.prefix.row, self.prefix.length)
+            past.append(prefix)
+        output, logsumexp = attend_chunk(query, past, Segment(key, value), scale)
+        self.cache.write_row(layer, self.row, self.start, key[0], value=value[0])
+        if self.scored_positions is not None and self.prefix is not None:
+            scored_keys = prefix.key[0][:, self.scored_positions.to(query.device)]
+            window = slice(-self.observation_window if self.observation_window else None, None)
             self.mass.append(
-                attention_mass(query[0, :, last], looked_at, logsumexp[0, :, last], scale)
+                attention_mass(query[0, :, window], scored_keys, logsumexp[0, :, window], scale)
             )
-        return out
+        return output
+
+
+# ------------------------------------------------------------------------------------------- decode
+
+
+class MirrorCache(NamedTuple):
+    """A second cache that receives a step's entries, at its own lengths (B,)."""
+
+    cache: KVCache
+    lengths: torch.Tensor
 
 
 @dataclass
 class AttentionProbe:
-    """Gathers where in their prefixes the tokens of a step look, for a selection that is made
-    again.
+    """Collects the attention that a decode step gives prefix entries, to repeat a KV selection.
 
-    places: (B, m) of the visual entries, padded with any place. width: the step's first tokens that
-    are asked."""
+    Args:
+        prefix_of_row: (B,) the row's prefix.
+        positions: (B, m) of the scored entries in the prefix; padding may be any valid position.
+        width: only the step's first tokens count, so many of each row.
+        mass: per layer (B, KV heads, m); filled by `record`.
+    """
 
-    prefix_of_row: torch.Tensor  # (B,)
-    places: torch.Tensor
+    prefix_of_row: torch.Tensor
+    positions: torch.Tensor
     width: int
-    mass: list[torch.Tensor] = field(default_factory=list)  # per layer (B, KV heads, m)
+    mass: list[torch.Tensor] = field(default_factory=list)
 
-    def at(
+    def record(
         self, key: torch.Tensor, query: torch.Tensor, logsumexp: torch.Tensor, scale: float
     ) -> None:
-        """key: (prefixes, KV heads, n, d)."""
+        """Append one layer's mass.
+
+        Args:
+            key: of all prefixes, (prefixes, KV heads, n, head size).
+            query: (B, query heads, T, head size).
+            logsumexp: (B, query heads, T).
+        """
         rows = self.prefix_of_row.to(key.device)[:, None]
-        places = self.places.to(key.device)
-        looked_at = key[rows, :, places].transpose(1, 2)
-        asked = slice(None, self.width)
+        positions = self.positions.to(key.device)
+        scored_keys = key[rows, :, positions].transpose(1, 2)
+        first = slice(None, self.width)
         self.mass.append(
-            attention_mass(query[:, :, asked], looked_at, logsumexp[:, :, asked], scale)
+            attention_mass(query[:, :, first], scored_keys, logsumexp[:, :, first], scale)
         )
 
 
 @dataclass
 class DecodeStep:
-    """T tokens of every row behind its `lengths`, and behind its prefix if there is one.
+    """T tokens of every row, written to the suffix cache behind the rows' lengths.
 
-    `mirror` is a second store, with lengths of its own, that gets the same entries: a verification
-    overwrites what the draft had written with what the full model computed (else a draft that keeps
-    everything would drift away from it)."""
+    Args:
+        suffix: the cache that the tokens are written to.
+        lengths: (B,) entries of each row in it.
+        prefix: the prefix cache, if rows have prefixes.
+        groups: the rows' prefixes.
+        mirror: gets the same entries. A verification overwrites the draft's entries with the full
+            model's; otherwise even a draft that keeps every entry would diverge from it.
+        fixed: splits of fixed size, see `kernels.attention`.
+        attention_probe: records the attention given to prefix entries.
+    """
 
-    own: KVCache
+    suffix: KVCache
     lengths: torch.Tensor
     prefix: KVCache | None = None
     groups: PrefixGroups | None = None
-    mirror: tuple[KVCache, torch.Tensor] | None = None
+    mirror: MirrorCache | None = None
     fixed: bool = False
-    look: AttentionProbe | None = None
+    attention_probe: AttentionProbe | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        """Write the tokens' entries and attend from them.
+
+        Args:
+            query: (B, query heads, T, head size).
+            key, value: (B, KV heads, T, head size).
+
+        Returns:
+            (B, query heads, T, head size).
+        """
         if self.lengths.device != query.device:
             self._move(query.device)
-        self.own.write(layer, self.lengths, key, value)
+        self.suffix.write_rows(layer, self.lengths, key, value)
         if self.mirror is not None:
-            self.mirror[0].write(layer, self.mirror[1], key, value)
-        prefix = self.prefix.layer(layer) if self.prefix is not None else None
-        own = self.own.layer(layer)
-        out, logsumexp = attend_rows(
-            query, own, self.lengths, prefix, groups=self.groups, scale=scale, fixed=self.fixed
+            self.mirror.cache.write_rows(layer, self.mirror.lengths, key, value)
+        prefix = self.prefix.segment(layer) if self.prefix is not None else None
+        output, logsumexp = attend_rows(
+            query,
+            self.suffix.segment(layer),
+            self.lengths,
+            prefix,
+            groups=self.groups,
+            scale=scale,
+            fixed=self.fixed,
         )
-        if self.look is not None and prefix is not None:
-            self.look.at(prefix.key, query, logsumexp, scale)
-        return out
+        if self.attention_probe is not None and prefix is not None:
+            self.attention_probe.record(prefix.key, query, logsumexp, scale)
+        return output
 
     def _move(self, device: torch.device) -> None:
-        """Follows a model whose layers are spread over devices: a layer's caches are where it
-        is."""
+        """Move the step's tensors to the next layer's device, in a model spread over several."""
         self.lengths = self.lengths.to(device)
-        self.groups = self.groups.to(device) if self.groups is not None else None
+        if self.groups is not None:
+            self.groups = self.groups.to(device)
         if self.mirror is not None:
-            self.mirror = self.mirror[0], self.mirror[1].to(device)
+            self.mirror = MirrorCache(self.mirror.cache, self.mirror.lengths.to(device))
+
+
+# -------------------------------------------------------------------------------------------- draft
 
 
 def gather_draft_kv(
-    draft: KVCache, row: int, layer: int, prefix: Segment, kept: torch.Tensor, own: Segment
+    draft: KVCache, row: int, layer: int, prefix: Segment, kept: torch.Tensor, suffix: Segment
 ) -> int:
-    """Fills a draft's row with the kept entries of a prefix and all of the row's own; returns the
-    entries it holds.
+    """Fill a row of the draft's cache with the kept entries of its prefix and its whole suffix.
 
-    prefix, own: (1, KV heads, n, head size); kept: (KV heads, K) places in the prefix.
+    Args:
+        prefix, suffix: of the row, (1, KV heads, n, head size).
+        kept: (KV heads, K) indices in the prefix.
+
+    Returns:
+        The entries written per KV head.
     """
-    draft.fill(layer, row, 0, *(gather_entries(x[0], kept.to(x.device)) for x in prefix))
-    draft.fill(layer, row, kept.shape[1], *(x[0] for x in own))
-    return kept.shape[1] + own[0].shape[2]
+    kept_key = gather_entries(prefix.key, kept.to(prefix.key.device))
+    kept_value = gather_entries(prefix.value, kept.to(prefix.value.device))
+    draft.write_row(layer, row, 0, kept_key, value=kept_value)
+    draft.write_row(layer, row, kept.shape[1], suffix.key[0], value=suffix.value[0])
+    return kept.shape[1] + suffix.key.shape[2]

@@ -199,7 +199,7 @@ class Checkpoint:
         Args: frames, fps, times: of the video's sample, for models whose prompt tells the time of
             each frame.
         """
-        if self.supports_video and self.family.timed:
+        if self.supports_video and self.family.writes_timestamps:
             return self._timed_tokens(prompt, frames, fps, times)
         return self._plain_tokens(prompt)
 
@@ -250,7 +250,7 @@ class Checkpoint:
                 "invalid_request",
                 "a video is (T, height, width, 3) and an image (height, width, 3)",
             )
-        fed: dict[str, Any] = {} if self.family.resizes else {"do_resize": False}
+        fed: dict[str, Any] = {} if self.family.processor_resizes else {"do_resize": False}
         if videos:
             fed["videos"] = [v.permute(0, 3, 1, 2) for v in videos]
             times = [() if request.frames is None else request.times, *([()] * len(videos))]

@@ -56,8 +56,8 @@ def pair_drafter(model: Model, partner: Model) -> Model:
     of a family pad theirs further)."""
     draft = copy.copy(partner)
     draft.head = _Fitted(partner.head, model.vocab_size)
-    if model.tensor_parallel.size > 1:
-        draft.head = BroadcastHead(draft.head, model.tensor_parallel)
+    if model.tp_group.size > 1:
+        draft.head = BroadcastHead(draft.head, model.tp_group)
     return draft
 
 

@@ -1,5 +1,6 @@
-"""Which checkpoints can be driven, told from the configuration alone, and in what the Video-LLMs
-among them differ: how frames become tokens, and how the vision tower is asked."""
+"""Which models are supported, decided from the configuration alone, and how the supported Video-LLM
+families differ: in how frames become tokens, and in how their vision tower is called.
+"""
 
 from __future__ import annotations
 
@@ -14,63 +15,69 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TE
 from std_core.cost_model.memory import VISION_CHUNK
 from std_core.types import Geometry
 
+# transformers' `mm_token_type_ids` of visual tokens; 0 is text.
+IMAGE = 1
+VIDEO = 2
+
 
 @dataclass(frozen=True)
 class Family:
-    """In what a kind of Video-LLM differs from others.
+    """What distinguishes one family of Video-LLMs from the others.
 
-    Args: geometry: from its processor. look: (model, kind, patches, grid) to (tokens, hidden ×
-        levels), kind 1 for images and 2 for videos, a piece of
-            at most `VISION_CHUNK` tokens of a video at a time. Levels above the first are what DeepStack
-            adds behind the first layers.
-        resizes: its processor brings frames and images to size by itself; else they come in the
-            size of the plan.
-        timed: its processor writes the time of each temporal patch into the prompt.
+    Args:
+        geometry: processor to geometry.
+        encode_vision: (model, `IMAGE` or `VIDEO`, patches, grid) to chunks of features, each
+            (tokens, hidden × feature levels); a chunk of a video has at most `VISION_CHUNK` tokens.
+            Levels above the first are those that DeepStack adds behind the first layers.
+        processor_resizes: the processor resizes frames and images itself; otherwise they come in
+            the plan's size.
+        writes_timestamps: the processor writes the time of each temporal patch into the prompt.
     """
 
     geometry: Callable[[Any], Geometry]
-    look: Callable[[Any, int, torch.Tensor, torch.Tensor], Iterator[torch.Tensor]]
-    resizes: bool = False
-    timed: bool = False
+    encode_vision: Callable[[Any, int, torch.Tensor, torch.Tensor], Iterator[torch.Tensor]]
+    processor_resizes: bool = False
+    writes_timestamps: bool = False
 
 
 def has_vision_tower(config: Any) -> bool:
-    """Whether a model of this configuration has a vision tower; else it reads text alone."""
+    """Whether a configuration is that of a model with a vision tower."""
     return hasattr(config, "vision_config")
 
 
 def generation_class(config: Any) -> Any | None:
-    """The transformers class that writes text with such a configuration; None if there is none."""
-    mapping = (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        if has_vision_tower(config)
-        else MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    return mapping.get(type(config), None)  # the mapping's `get` asks for a default
+    """Return the transformers class that generates text with a configuration; None without one."""
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING
+    if has_vision_tower(config):
+        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return mapping.get(type(config), None)  # this mapping's `get` has no default value
 
 
-def unsupported_reason(config: Any, writer: Any | None) -> str | None:
-    """Why a model of this configuration and class cannot be driven, as the end of a sentence; None
-    if it can, as far as a configuration tells."""
+def unsupported_reason(config: Any, model_class: Any | None) -> str | None:
+    """Return why a model is not supported, as a predicate ("generates no text"); None if it is.
+
+    What a configuration does not state is found by `architecture_check`.
+    """
     text = config.get_text_config()
-    if writer is None:
-        return "writes no text"
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        return f"has layers of {', '.join(sorted(kinds - {'full_attention'}))}; all must be of full_attention"
+    if model_class is None:
+        return "generates no text"
+    other_layers = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if other_layers:
+        names = ", ".join(sorted(other_layers))
+        return f"has layers of {names}; only full_attention is supported"
     if not hasattr(text, "layer_types") and (window := sliding_window_of(text)):
-        return f"attends through a sliding window of {window} tokens; all layers must be of full attention"
+        return f"has a sliding window of {window} tokens; only full attention is supported"
     if not getattr(text, "is_decoder", True):
-        return "reads in both directions; a token must see only what lies before it"
-    if not writer._supports_attention_backend:
-        return "has an attention of its own, which cannot be driven"
+        return "attends in both directions; only causal attention is supported"
+    if not model_class._supports_attention_backend:
+        return "has its own attention code, which transformers' AttentionInterface cannot replace"
     if has_vision_tower(config) and config.model_type not in FAMILIES:
-        return f"is none of the Video-LLMs whose frames can be fed: {', '.join(FAMILIES)}"
+        return f"is none of the supported Video-LLMs: {', '.join(FAMILIES)}"
     return None
 
 
 def sliding_window_of(text: Any) -> int | None:
-    """The sliding window, in tokens, of a text configuration; None where it cuts nothing off."""
+    """Return a text configuration's sliding window in tokens; None if it covers every context."""
     window = getattr(text, "sliding_window", None)
     return window if window and window < text.max_position_embeddings else None
 
@@ -78,13 +85,15 @@ def sliding_window_of(text: Any) -> int | None:
 # ----------------------------------------------------------------------------------------- geometry
 
 
-def _per_frame(processor: Any) -> Geometry:
-    """Qwen2-VL and 2.5: a budget for each frame, and qwen-vl-utils' cap (nine tenths of 128,000
-    tokens' pixels, shared by all frames), which binds above 300 full frames. transformers leaves it
-    off where a checkpoint doesn't say, with a warning; here it is off only where the checkpoint
-    says so (`cap_pixels_per_frame: false`)."""
+def _per_frame_geometry(processor: Any) -> Geometry:
+    """Geometry of Qwen2-VL and Qwen2.5-VL: a pixel budget per frame and one for the whole video.
+
+    The latter is qwen-vl-utils' cap, nine tenths of 128,000 tokens' pixels, which takes effect above
+    300 full frames. Where a checkpoint does not set `cap_pixels_per_frame`, transformers omits the
+    cap with a warning; here only an explicit `false` omits it.
+    """
     video = processor.video_processor
-    token = (video.patch_size * video.merge_size) ** 2
+    token_pixels = (video.patch_size * video.merge_size) ** 2
     capped = getattr(video, "cap_pixels_per_frame", None) is not False
     return Geometry(
         patch_size=video.patch_size,
@@ -92,27 +101,28 @@ def _per_frame(processor: Any) -> Geometry:
         merge_size=video.merge_size,
         min_pixels=video.size["shortest_edge"],
         max_pixels=video.size["longest_edge"],
-        total_pixels=int(video.max_video_tokens * token * 0.9) if capped else None,
+        total_pixels=int(video.max_video_tokens * token_pixels * 0.9) if capped else None,
     )
 
 
-def _per_video(processor: Any) -> Geometry:
-    """Qwen3-VL: a budget for all frames, and the reference implementation's cap for each
-    (`cap_pixels_per_frame`)."""
+def _per_video_geometry(processor: Any) -> Geometry:
+    """Geometry of Qwen3-VL: a pixel budget for the whole video, and the reference implementation's
+    cap per frame (`cap_pixels_per_frame`).
+    """
     video = processor.video_processor
-    token = (video.patch_size * video.merge_size) ** 2
+    token_pixels = (video.patch_size * video.merge_size) ** 2
     return Geometry(
         patch_size=video.patch_size,
         temporal_patch_size=video.temporal_patch_size,
         merge_size=video.merge_size,
-        min_pixels=token,
-        max_pixels=video.max_video_tokens * token,
+        min_pixels=token_pixels,
+        max_pixels=video.max_video_tokens * token_pixels,
         video_pixels=video.size["longest_edge"],
     )
 
 
-def _fixed(processor: Any) -> Geometry:
-    """LLaVA-OneVision: frames of one size, each pooled 2 × 2, and one newline behind the last."""
+def _fixed_geometry(processor: Any) -> Geometry:
+    """Geometry of LLaVA-OneVision: frames of one size, pooled 2 × 2, and one closing newline."""
     size = processor.video_processor.size
     side = math.isqrt(processor.num_image_tokens)
     return Geometry(
@@ -128,75 +138,81 @@ def _fixed(processor: Any) -> Geometry:
 # ------------------------------------------------------------------------------------------- vision
 
 
-def _look_qwen(
+def _encode_qwen(
     hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    pieces = (
-        iter([(patches, grid)])
-        if kind == 1
-        else _frames(patches, grid, hf.config.vision_config.spatial_merge_size)
-    )
-    for part, shape in pieces:
-        yield _features(hf, kind, part, shape)
+    if kind == IMAGE:
+        yield _qwen_features(hf.get_image_features, hf, patches, grid)
+        return
+    merge_size = hf.config.vision_config.spatial_merge_size
+    for chunk, chunk_grid in _video_chunks(patches, grid, merge_size):
+        yield _qwen_features(hf.get_video_features, hf, chunk, chunk_grid)
 
 
-def _features(hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """Of one piece; what else the tower gives is gone when the next one comes."""
-    seen = (hf.get_image_features if kind == 1 else hf.get_video_features)(
-        _on(hf, patches), grid.to(hf.device)
-    )
-    levels = [seen.pooler_output, *getattr(seen, "deepstack_features", [])]
-    return _joined([_joined(list(level)) for level in levels], dim=-1)
+def _qwen_features(
+    encode: Callable[..., Any], hf: Any, patches: torch.Tensor, grid: torch.Tensor
+) -> torch.Tensor:
+    """Encode one chunk; the features of the last layer and of each DeepStack level side by side."""
+    output = encode(_to_model(hf, patches), grid.to(hf.device))
+    levels = [output.pooler_output, *getattr(output, "deepstack_features", [])]
+    return _concatenated([_concatenated(list(level)) for level in levels], dim=-1)
 
 
-def _joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """A single part as it is: no copy."""
+def _concatenated(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Concatenate, without a copy of a single tensor."""
     return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]
 
 
-def _frames(
-    patches: torch.Tensor, grid: torch.Tensor, merge: int
+def _video_chunks(
+    patches: torch.Tensor, grid: torch.Tensor, merge_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Videos cut between temporal patches, across which no tower of this kind looks."""
-    at = 0
+    """Split videos between temporal patches, across which Qwen's towers do not attend.
+
+    Yields:
+        The patches of a chunk, and its grid (1, 3).
+    """
+    start = 0
     for times, height, width in grid.tolist():
-        size = height * width
-        most = max(1, VISION_CHUNK * merge**2 // size)
-        for begin in range(0, times, most):
-            count = min(most, times - begin)
-            yield patches[at : at + count * size], torch.tensor([[count, height, width]])
-            at += count * size
+        per_time = height * width
+        max_times = max(1, VISION_CHUNK * merge_size**2 // per_time)
+        for first in range(0, times, max_times):
+            count = min(max_times, times - first)
+            end = start + count * per_time
+            yield patches[start:end], torch.tensor([[count, height, width]])
+            start = end
 
 
-def _look_llava(
+def _encode_llava(
     hf: Any, kind: int, patches: torch.Tensor, grid: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    if kind == 1:
-        shown = hf.get_image_features(
-            _on(hf, patches), grid.to(hf.device), batch_num_images=[len(grid)]
+    if kind == IMAGE:
+        output = hf.get_image_features(
+            _to_model(hf, patches), grid.to(hf.device), batch_num_images=[len(grid)]
         )
-        yield torch.cat(shown.pooler_output)
+        yield torch.cat(output.pooler_output)
         return
-    for frames in patches.split(grid[:, 0].tolist()):  # one by one, since they may differ in frames
-        for part in (pieces := frames.split(_frames_at_once(hf))):
-            seen = hf.get_video_features(_on(hf, part)[None]).pooler_output[0]
-            yield (
-                seen if part is pieces[-1] else seen[:-1]
-            )  # a newline stands behind the whole video's last frame
+    for video in patches.split(grid[:, 0].tolist()):  # videos may differ in frames
+        chunks = video.split(_llava_chunk_frames(hf))
+        for chunk in chunks:
+            features = hf.get_video_features(_to_model(hf, chunk)[None]).pooler_output[0]
+            # every call appends the newline that belongs behind the whole video's last frame
+            yield features if chunk is chunks[-1] else features[:-1]
 
 
-def _frames_at_once(hf: Any) -> int:
+def _llava_chunk_frames(hf: Any) -> int:
+    """Return the frames of at most `VISION_CHUNK` tokens, after pooling 2 × 2."""
     vision = hf.config.vision_config
-    return max(1, VISION_CHUNK // math.ceil(vision.image_size // vision.patch_size / 2) ** 2)
+    side = math.ceil(vision.image_size // vision.patch_size / 2)
+    return max(1, VISION_CHUNK // side**2)
 
 
-def _on(hf: Any, patches: torch.Tensor) -> torch.Tensor:
+def _to_model(hf: Any, patches: torch.Tensor) -> torch.Tensor:
     return patches.to(hf.device, hf.dtype)
 
 
 FAMILIES = {
-    "qwen2_vl": Family(_per_frame, _look_qwen),
-    "qwen2_5_vl": Family(_per_frame, _look_qwen),
-    "qwen3_vl": Family(_per_video, _look_qwen, timed=True),
-    "llava_onevision": Family(_fixed, _look_llava, resizes=True),
+    "qwen2_vl": Family(_per_frame_geometry, _encode_qwen),
+    "qwen2_5_vl": Family(_per_frame_geometry, _encode_qwen),
+    "qwen3_vl": Family(_per_video_geometry, _encode_qwen, writes_timestamps=True),
+    "llava_onevision": Family(_fixed_geometry, _encode_llava, processor_resizes=True),
 }

@@ -1,14 +1,16 @@
-"""One model over several processes (tensor parallelism): each rank holds its share of the heads and
-of the MLP's channels, and all of them go through the same steps with the same rows at the same
-time.
+"""Tensor parallelism: one model over several processes, the ranks.
 
-transformers' plan says what is divided how, and its loader reads a rank's share of the weights and
-no more. What a divided layer then computes is plain PyTorch again, and what it needs of the other
-ranks stands around it in a module of its own: so a draft's second tree, packed weights and sparse
-channels work on a share as they do on the whole.
+Each rank holds its share of the attention heads and of the MLP channels. All ranks run the same
+steps with the same rows at the same time.
 
-Ranks are the processes of torch's default group. They must be machines of one kind: what is not
-divided (vision tower, norms, embedding) each of them computes for itself."""
+transformers' plan states how each module is sharded, and its loader reads only a rank's own shard
+of the weights. After loading, sharded weights become plain tensors again, and the communication
+between ranks is in modules of ours around them. So the drafts' module trees, packed weights and
+sparse channels work on a shard as they do on the whole.
+
+The ranks are the processes of torch's default group, on machines of one kind. What is not sharded
+(vision tower, norms, embedding) every rank computes for itself.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,12 @@ from transformers import DistributedConfig
 
 from std_core.types import GammaSchedule, Request
 
-IDLE = 0.005  # s between two looks for a request that another rank has already
-WAIT = timedelta(hours=2)  # for a rank that is still reading its weights
-PLAN = {  # of a family that transformers has no plan for
+# Seconds between two polls for a request that rank 0 has already.
+POLL_INTERVAL = 0.005
+# For ranks that are still reading their weights.
+TIMEOUT = timedelta(hours=2)
+# The plan for the layers of a family that transformers has none for.
+DEFAULT_PLAN = {
     "self_attn.q_proj": "colwise",
     "self_attn.k_proj": "colwise",
     "self_attn.v_proj": "colwise",
@@ -39,208 +44,209 @@ PLAN = {  # of a family that transformers has no plan for
     "mlp.up_proj": "colwise",
     "mlp.down_proj": "rowwise",
 }
+# The end of a request stream. A value that is the same object in every process.
+END = False
+
+Event = Request | GammaSchedule | None
 
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """The processes that share a model, and which of them this is."""
+    """The ranks that share a model.
+
+    Args:
+        size: number of ranks.
+        rank: of this process.
+    """
 
     size: int = 1
     rank: int = 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """What all ranks have, summed."""
+        """Return the sum over all ranks."""
         if self.size > 1:
             x = x.contiguous()
             dist.all_reduce(x)
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """What rank 0 has, in place of this rank's own, which must be of the same shape."""
+        """Return rank 0's tensor; `x` has its shape."""
         if self.size > 1:
             x = x.contiguous()
             dist.broadcast(x, 0)
         return x
 
-    def synchronize_requests(
-        self, waiting: Iterator[Request | GammaSchedule | None]
-    ) -> Iterator[Request | GammaSchedule | None]:
-        """The stream as rank 0 has it: when a request comes, with which pace, when none is there
-        yet, and when the stream ends. The other ranks take the same requests, by their ids, from
-        streams of their own.
+    def synchronize_requests(self, events: Iterator[Event]) -> Iterator[Event]:
+        """Return the events of rank 0's stream, on every rank.
+
+        Rank 0 decides when a request is admitted, when no request is available yet (None), which
+        schedule of γ holds, and when the stream ends. The other ranks take the same requests, by
+        their ids, from their own streams.
 
         Raises:
             ValueError: a rank's own stream ends without a request that rank 0 has.
         """
         if self.size == 1:
-            yield from waiting
+            yield from events
             return
         early: list[Request] = []
-        while (told := self._next_of_rank_0(waiting)) is not _END:
-            if isinstance(told, str):
-                yield _find(told, waiting, early)
-            else:
-                yield told
+        while (event := self._next_of_rank_0(events)) is not END:
+            yield _find_request(event, events, early) if isinstance(event, str) else event
 
-    def _next_of_rank_0(self, waiting: Iterator[Request | GammaSchedule | None]) -> Any:
-        """Rank 0's next: a request (to the others its id), a pace, None, or `_END`."""
-        offered = next(waiting, _END) if self.rank == 0 else None
-        box = [offered.request_id if isinstance(offered, Request) else offered]
-        dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
-        return offered if self.rank == 0 else box[0]
+    def _next_of_rank_0(self, events: Iterator[Event]) -> Any:
+        """Return rank 0's next event or `END`; on other ranks a request's id in its place."""
+        event = next(events, END) if self.rank == 0 else None
+        message = [event.request_id if isinstance(event, Request) else event]
+        dist.broadcast_object_list(message, 0, device=torch.device("cpu"))
+        return event if self.rank == 0 else message[0]
 
 
-_END = False  # of a stream; a singleton, since it travels
 SINGLE_RANK = TensorParallelGroup()
 
 
-def _find(
-    name: str, waiting: Iterator[Request | GammaSchedule | None], early: list[Request]
-) -> Request:
-    """The request of that id; `early` keeps what comes before its turn."""
+def _find_request(request_id: str, events: Iterator[Event], early: list[Request]) -> Request:
+    """Return the request with an id.
+
+    Args:
+        early: requests that this rank's stream had before rank 0's; updated.
+    """
     while True:
-        for at, request in enumerate(early):
-            if request.request_id == name:
-                return early.pop(at)
-        offered = next(waiting, _END)
-        if offered is _END:
-            raise ValueError(f"request {name!r} was given to rank 0 and not to every other")
-        if isinstance(offered, Request):
-            early.append(offered)
-        elif offered is None:
-            time.sleep(IDLE)
+        for index, request in enumerate(early):
+            if request.request_id == request_id:
+                return early.pop(index)
+        event = next(events, END)
+        if event is END:
+            raise ValueError(f"request {request_id!r} was given to rank 0 but not to all ranks")
+        if isinstance(event, Request):
+            early.append(event)
+        elif event is None:
+            time.sleep(POLL_INTERVAL)
 
 
 def join_group(size: int, rank: int, address: str, device: str) -> TensorParallelGroup:
-    """Waits until all ranks are there.
+    """Join torch's default group, or make it; wait until all ranks have joined.
 
-    Args: address: where rank 0 listens, `tcp://host:port`; not looked at where torch's default
-        group exists already. device: this rank's.
+    Args:
+        address: where rank 0 listens, `tcp://host:port`; ignored where the group exists already.
+        device: of this rank.
 
     Raises:
-        ValueError: the default group is one of another size.
+        ValueError: the group exists and has another size.
     """
     cuda = torch.device(device).type == "cuda"
     if cuda:
         index = torch.device(device).index or 0
         torch.cuda.set_device(index)
-        os.environ["LOCAL_RANK"] = str(
-            index
-        )  # where transformers looks up the device that it loads to
+        os.environ["LOCAL_RANK"] = str(index)  # transformers loads weights to this device
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(
-            backend, init_method=address, rank=rank, world_size=size, timeout=WAIT
+            backend, init_method=address, rank=rank, world_size=size, timeout=TIMEOUT
         )
     if dist.get_world_size() != size:
         raise ValueError(
-            f"tensor_parallel_size is {size}, but {dist.get_world_size()} processes are in torch's group"
+            f"tensor_parallel_size is {size}, but torch's default group has "
+            f"{dist.get_world_size()} processes"
         )
     return TensorParallelGroup(size, dist.get_rank())
 
 
-# ---------------------------------------------------------------------------------- what is divided
+# ----------------------------------------------------------------------------------------- sharding
 
 
 def unshardable_reason(config: Any, size: int) -> str | None:
-    """Why a model of this configuration cannot be shared by so many ranks, as a sentence; None if
-    it can."""
+    """Return why `size` ranks cannot share a model, as a sentence; None if they can."""
     text = config.get_text_config()
     heads = text.num_attention_heads
-    parts = {
+    counts = {
         "KV heads": getattr(text, "num_key_value_heads", None) or heads,
         "query heads": heads,
         "MLP channels": getattr(text, "intermediate_size", None) or size,
     }
-    odd = [f"{count} {what}" for what, count in parts.items() if count % size]
-    return f"the model's {' and '.join(odd)} cannot be divided by {size}" if odd else None
+    indivisible = [f"{count} {name}" for name, count in counts.items() if count % size]
+    if not indivisible:
+        return None
+    return f"the model's {' and '.join(indivisible)} cannot be divided by {size}"
 
 
-def sharding_kwargs(writer: Any, config: Any, ranks: TensorParallelGroup) -> dict[str, Any]:
-    """What `from_pretrained` is called with, besides the rest, so that a rank reads its share."""
-    if ranks.size == 1:
+def sharding_kwargs(model_class: Any, config: Any, group: TensorParallelGroup) -> dict[str, Any]:
+    """Return the keywords of `from_pretrained` that make a rank read its shard."""
+    if group.size == 1:
         return {}
-    return {
-        "distributed_config": DistributedConfig(tp_size=ranks.size, tp_plan=_plan(writer, config))
-    }
+    plan = _sharding_plan(model_class, config)
+    return {"distributed_config": DistributedConfig(tp_size=group.size, tp_plan=plan)}
 
 
-def _plan(writer: Any, config: Any) -> dict[str, str]:
-    """transformers' plan for a model's layers and head, or `PLAN` where it has none for its layers.
-    Each rank has the whole embedding, and a head that is tied to it is cut from it later."""
+def _sharding_plan(model_class: Any, config: Any) -> dict[str, str]:
+    """Return transformers' plan for the layers, or `DEFAULT_PLAN`, and ours for the rest.
+
+    Every rank has the whole embedding. A head that is tied to it is sharded by `localize_shards`.
+    """
     with torch.device("meta"):
-        hf = writer(config)
+        hf = model_class(config)
     names = {id(module): name for name, module in hf.named_modules()}
     layers = names[id(hf.get_decoder().layers)] + ".*."
-    plan = {layers + name: how for name, how in PLAN.items()}
-    if any(name.startswith(layers) for name in hf.tp_plan):
-        plan = {name: how for name, how in hf.tp_plan.items() if name.startswith(layers)}
-    head = "replicate" if _tied(hf) else "colwise_gather_output"
-    return plan | {
-        names[id(hf.get_input_embeddings())]: "replicate",
-        names[id(hf.get_output_embeddings())]: head,
-    }
+    plan = {name: style for name, style in hf.tp_plan.items() if name.startswith(layers)}
+    if not plan:
+        plan = {layers + name: style for name, style in DEFAULT_PLAN.items()}
+    plan[names[id(hf.get_input_embeddings())]] = "replicate"
+    head = "replicate" if _has_tied_head(hf) else "colwise_gather_output"
+    plan[names[id(hf.get_output_embeddings())]] = head
+    return plan
 
 
-def _tied(hf: Any) -> bool:
+def _has_tied_head(hf: Any) -> bool:
     return hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
 
 
-def localize_shards(hf: Any, device: str, ranks: TensorParallelGroup) -> Any:
-    """A model as transformers has divided it, with plain tensors for its weights and modules that
-    do what has to be done between ranks.
+def localize_shards(hf: Any, device: str, group: TensorParallelGroup) -> Any:
+    """Replace the distributed tensors of a loaded model by plain ones, and their communication by
+    modules of ours.
 
     Raises:
-        ValueError: something else than projections is divided.
+        ValueError: a module other than a linear layer is sharded.
     """
     for name, module in list(hf.named_modules()):
-        vars(module).pop("forward", None)  # transformers' own, over distributed tensors
-        divided = [p for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
-        if not divided:
+        # transformers replaced `forward` by one for distributed tensors; take the class's again
+        vars(module).pop("forward", None)
+        sharded = [p for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
+        if not sharded:
             continue
-        placed = divided[0].placements[0]
-        if not isinstance(module, nn.Linear) or type(placed) is not Shard:
+        placement = sharded[0].placements[0]
+        if not isinstance(module, nn.Linear) or type(placement) is not Shard:
             raise ValueError(f"its {name} cannot be shared by ranks")
         for key, parameter in list(module.named_parameters(recurse=False)):
-            whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            setattr(module, key, nn.Parameter(whole.to(device), requires_grad=False))
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            setattr(module, key, nn.Parameter(local.to(device), requires_grad=False))
         module.out_features, module.in_features = module.weight.shape
-        if placed.dim == 1:
-            _put(hf, name, RowParallelLinear(module))
+        if placement.dim == 1:
+            hf.set_submodule(name, RowParallelLinear(module))
     hf.to(device)
-    hf.set_output_embeddings(
-        VocabParallelHead(_head_of(hf, ranks), hf.get_input_embeddings().num_embeddings, ranks.size)
-    )
+    vocab_size = hf.get_input_embeddings().num_embeddings
+    hf.set_output_embeddings(VocabParallelHead(_local_head(hf, group), vocab_size, group.size))
     return hf
 
 
-def _head_of(hf: Any, ranks: TensorParallelGroup) -> nn.Linear:
-    """This rank's part of the head: its own rows of the embedding, in place, if the two are
-    tied."""
+def _local_head(hf: Any, group: TensorParallelGroup) -> nn.Linear:
+    """Return this rank's shard of the head; of a tied one, a view of the embedding's rows."""
     head = hf.get_output_embeddings()
-    if _tied(hf):
-        rows = head.weight.detach().chunk(ranks.size)[ranks.rank]
+    if _has_tied_head(hf):
+        rows = head.weight.detach().chunk(group.size)[group.rank]
         head.weight = nn.Parameter(rows, requires_grad=False)
         head.out_features = len(rows)
     return head
-
-
-def _put(hf: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(hf.get_submodule(parent), leaf, module)
 
 
 # ------------------------------------------------------------------------------------------ modules
 
 
 class RowParallelLinear(nn.Module):
-    """A projection whose input channels are divided: the ranks' products are summed, and the bias
-    comes once."""
+    """A linear layer with sharded input channels: the ranks' products are summed."""
 
     def __init__(self, inner: nn.Linear):
         super().__init__()
         self.inner = inner
-        self.bias = inner.bias
+        self.bias = inner.bias  # added once, after the sum
         inner.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -250,8 +256,9 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """A head whose tokens are divided: all ranks get the logits of all, the same bits each, and so
-    choose alike."""
+    """An output head with a sharded vocabulary. All ranks get all logits, bitwise equal, so they
+    choose the same tokens.
+    """
 
     def __init__(self, inner: nn.Module, out_features: int, ranks: int):
         super().__init__()
@@ -260,23 +267,24 @@ class VocabParallelHead(nn.Module):
         self.ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part = self.inner(x)
-        most = -(-self.out_features // self.ranks)  # the last rank may have fewer
-        part = F.pad(part, (0, most - part.shape[-1])).contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.ranks)]
-        dist.all_gather(parts, part)
-        return torch.cat(parts, dim=-1)[..., : self.out_features]
+        shard = self.inner(x)
+        shard_size = -(-self.out_features // self.ranks)  # the last rank's may be smaller
+        shard = F.pad(shard, (0, shard_size - shard.shape[-1])).contiguous()
+        shards = [torch.empty_like(shard) for _ in range(self.ranks)]
+        dist.all_gather(shards, shard)
+        return torch.cat(shards, dim=-1)[..., : self.out_features]
 
 
 class BroadcastHead(nn.Module):
-    """A head of a model that every rank has whole: the logits are rank 0's, so that all choose
-    alike."""
+    """The head of a model that every rank holds whole. All ranks get rank 0's logits, so they
+    choose the same tokens.
+    """
 
-    def __init__(self, inner: Any, ranks: TensorParallelGroup):
+    def __init__(self, inner: Any, group: TensorParallelGroup):
         super().__init__()
         self.inner = inner
         self.out_features = inner.out_features
-        self.ranks = ranks
+        self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ranks.broadcast(self.inner(x))
+        return self.group.broadcast(self.inner(x))

@@ -25,7 +25,7 @@ from std_core.kernels.shared.constants import SPLIT_SIZE
 from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.cache import KVCache, PrefillStep
 from std_core.model.drafters import build_drafter, step_weight_bytes
-from std_core.model.families import FAMILIES
+from std_core.model.families import FAMILIES, VIDEO
 from std_core.model.model import Model
 from std_core.types import Draft
 
@@ -36,7 +36,6 @@ ACCEPTANCES = (0.9, 0.95)  # assumed probabilities that a drafted token is accep
 PREFILL_CHUNK = 2048  # tokens
 MEMORY_SHARE = 0.9  # of the free memory that a context's caches may take
 UNLIMITED = 1 << 30  # tokens that a row may still write
-VIDEO_KIND = 2  # of `Family.look`
 
 
 @dataclass(frozen=True)
@@ -368,9 +367,9 @@ def _vision_seconds(
     side = size.patches_per_side
     patches = torch.randn(pairs * side**2, shape.patch_values, device=device, dtype=model.dtype)
     grid = torch.tensor([[pairs, side, side]], device=device)
-    encode = FAMILIES[model.hf.config.model_type].look
+    encode = FAMILIES[model.hf.config.model_type].encode_vision
     seconds = mean_seconds(
-        lambda: list(encode(model.hf, VIDEO_KIND, patches, grid)),
+        lambda: list(encode(model.hf, VIDEO, patches, grid)),
         repeats=1,
         warmup=size.warmup,
         device=device,

@@ -83,8 +83,8 @@ def test_it_is_rejected_at_times_if_verified_entries_do_not_replace_drafted_ones
     engine: Engine, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class WithoutMirror(cache.DecodeStep):
-        def __init__(self, own: cache.KVCache, lengths: torch.Tensor, *rest: object, **_: object):
-            super().__init__(own, lengths, *rest[:2])  # type: ignore[arg-type]
+        def __init__(self, suffix: cache.KVCache, lengths: torch.Tensor, *rest: object, **_: object):
+            super().__init__(suffix, lengths, *rest[:2])  # type: ignore[arg-type]
 
     monkeypatch.setattr(round, "DecodeStep", WithoutMirror)
     results = list(engine.run(requests, Draft("std", keep=1.0, gamma=4)))

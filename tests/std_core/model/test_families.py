@@ -267,12 +267,12 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
     "linear by layers": (Qwen3NextConfig(), "layers of linear_attention"),
     "no attention": (MambaConfig(), "layers of linear_attention"),
-    "own attention": (BloomConfig(), "an attention of its own"),
+    "own attention": (BloomConfig(), "its own attention code"),
     "both directions": (BertConfig(), "in both directions"),
-    "encoder and decoder": (T5Config(), "writes no text"),
+    "encoder and decoder": (T5Config(), "generates no text"),
     "other frames": (
         InternVLConfig(),
-        f"none of the Video-LLMs whose frames can be fed: {', '.join(FAMILIES)}",
+        f"none of the supported Video-LLMs: {', '.join(FAMILIES)}",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Loading, what one token shows, and text models against Hugging Face's `generate`."""
+"""Loading, the architecture check, and text models against Hugging Face's `generate`."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ FULL = {"layer_types": ["full_attention"] * 2}
         (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **FULL)), "caps its attention scores"),
         (
             lambda: GptOssForCausalLM(GptOssConfig(**SIZES, **FULL, num_local_experts=4)),
-            "sinks that are no tokens",
+            "learned attention sinks",
         ),
         (
             lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)),
-            "does more to its logits",
+            "changes its logits",
         ),
     ],
 )
-def test_what_the_configuration_does_not_tell_one_token_does(
+def test_unsupported_attention_is_found_by_running_one_token(
     make: Callable[[], torch.nn.Module], why: str
 ) -> None:
     hf: Any = make()
@@ -64,9 +64,7 @@ def test_what_the_configuration_does_not_tell_one_token_does(
     assert hf.config._attn_implementation == before
 
 
-def test_weights_that_are_missing_are_not_drawn_at_random(
-    families: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_missing_weights_are_an_error(families: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(families("llama"), tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     gone = "model.layers.1.mlp.up_proj.weight"
@@ -79,7 +77,7 @@ def test_weights_that_are_missing_are_not_drawn_at_random(
         Engine.load(str(folder))
 
 
-def test_weights_that_cannot_be_read_are_told_in_one_sentence(
+def test_unreadable_weights_are_an_error_of_one_line(
     families: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(families("llama"), tmp_path / "model")

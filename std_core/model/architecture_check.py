@@ -1,0 +1,72 @@
+"""A check of how a model calls its attention, by one token, where its configuration does not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from std_core.model.families import sliding_window_of
+
+
+class AttentionTrace:
+    """Takes the place of a KV cache for one token, and records what its calls ask for.
+
+    With a single token, attention returns the token's own value, so no cache is needed.
+    """
+
+    def __init__(self, text: Any, layers: int, kv_shape: tuple[int, int]):
+        """
+        Args:
+            text: the text stack's configuration.
+            layers: expected to call attention once each, in order.
+            kv_shape: expected KV heads and head size.
+        """
+        self.text = text
+        self.expected_layers = list(range(layers))
+        self.kv_shape = kv_shape
+        self.called_layers: list[int] = []
+        self.problems: set[str] = set()
+
+    def record(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> None:
+        """Record one layer's call.
+
+        Args:
+            module: the attention module.
+            options: the further keywords of the call.
+        """
+        if options.get("softcap"):
+            self.problems.add("caps its attention scores (softcap)")
+        if options.get("s_aux") is not None:
+            self.problems.add("has learned attention sinks")
+        if options.get("sliding_window") and sliding_window_of(self.text):
+            self.problems.add("has a sliding window")
+        if not getattr(module, "is_causal", True):
+            self.problems.add("attends in both directions")
+        kv_heads, head_dim = key.shape[1], key.shape[3]
+        if (
+            (kv_heads, head_dim) != self.kv_shape
+            or key.shape != value.shape
+            or query.shape[3] != head_dim
+        ):
+            self.problems.add("has keys and values of other sizes than its configuration states")
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attend from the only token to itself."""
+        self.called_layers.append(layer)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    def unsupported_reason(self) -> str | None:
+        """Return why the model is not supported, as a predicate; None if it is."""
+        if self.called_layers != self.expected_layers:
+            self.problems.add("does not call attention exactly once per layer")
+        return " and ".join(sorted(self.problems)) or None

@@ -1,8 +1,8 @@
-"""The text stack with its projections, gated MLPs and norms on our kernels; parameters and
-structure stay the model's.
+"""Linear layers, gated MLPs and RMS norms of the text stack on our CPU kernels.
 
-What stands here are other module objects over the same parameters, under the same names, so
-drafters find the projections where they were."""
+They are other module objects over the model's own parameters and keep the modules' names, so
+drafters find the projections by the same names.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from std_core.kernels.linear import linear, rms_norm, swiglu
 
 
 class CpuLinear(nn.Linear):
+    """A linear layer on our kernel."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class CpuRMSNorm(nn.Module):
+    """An RMS norm on our kernel."""
+
     def __init__(self, norm: Any):
         super().__init__()
         self.weight = norm.weight
@@ -33,8 +37,7 @@ class CpuRMSNorm(nn.Module):
 
 
 class CpuGatedMLP(nn.Module):
-    """silu(gate) · up → down; as the model has it where a drafter has put something else in a
-    projection's place."""
+    """down(silu(gate(x)) · up(x)), with gate and up in one kernel."""
 
     def __init__(self, mlp: Any):
         super().__init__()
@@ -44,46 +47,49 @@ class CpuGatedMLP(nn.Module):
         self.act_fn = mlp.act_fn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = self.gate_proj, self.up_proj
-        if all(
-            isinstance(m, CpuLinear) and not m._forward_pre_hooks for m in both
-        ):  # hooks: a sample being taken
+        if _is_unmodified(self.gate_proj) and _is_unmodified(self.up_proj):
             return self.down_proj(swiglu(x, self.gate_proj.weight, self.up_proj.weight))
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+def _is_unmodified(module: nn.Module) -> bool:
+    """Whether no drafter has replaced the projection and no hook records its inputs."""
+    return isinstance(module, CpuLinear) and not module._forward_pre_hooks
+
+
 def clone_sharing_parameters(module: nn.Module) -> Any:
-    """Other module objects over the same parameters and buffers."""
-    shared = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    """Copy a tree of modules; the copy shares all parameters and buffers."""
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, shared)
 
 
 def use_cpu_kernels(module: nn.Module) -> Any:
-    """The module as other objects over the same parameters, with what our kernels serve in place.
+    """Return a copy of a module, over the same parameters, whose parts run on our CPU kernels.
 
-    Only what is known to compute the same is exchanged: plain linear layers, RMS norms without an
-    offset, MLPs of three projections without bias around a SiLU. Where no kernel serves the
-    parameters' type and device, it is the module itself."""
+    Replaced are only parts that are known to compute the same: plain linear layers, RMS norms
+    without an offset, and MLPs of three projections without bias around a SiLU. The module itself
+    is returned where no kernel supports the parameters' dtype and device, and where accelerate's
+    hooks move activations between devices.
+    """
     parameter = next(module.parameters())
-    if not loader.supports("linear", parameter) or any(
-        hasattr(m, "_hf_hook") for m in module.modules()
-    ):
-        return module  # accelerate's hooks move layers' inputs between devices
-    tree = clone_sharing_parameters(module)
-    for part in list(tree.modules()):
+    has_hooks = any(hasattr(part, "_hf_hook") for part in module.modules())
+    if has_hooks or not loader.supports("linear", parameter):
+        return module
+    clone = clone_sharing_parameters(module)
+    for part in list(clone.modules()):
         if type(part) is nn.Linear:
             part.__class__ = CpuLinear
         for name, child in list(part.named_children()):
             if type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
                 setattr(part, name, CpuRMSNorm(child))
-            elif _gated(child):
+            elif _is_gated_mlp(child):
                 setattr(part, name, CpuGatedMLP(child))
-    return tree
+    return clone
 
 
-def _gated(module: Any) -> bool:
+def _is_gated_mlp(module: Any) -> bool:
     names = {name for name, _ in module.named_children()}
     if names != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
-    plain = module.gate_proj.bias is None and module.up_proj.bias is None
-    return plain and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
+    has_bias = module.gate_proj.bias is not None or module.up_proj.bias is not None
+    return not has_bias and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))

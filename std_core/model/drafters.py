@@ -1,9 +1,9 @@
-"""The model that drafts: the same weights with fewer of them read, none of them copied but the
-low-bit ones.
+"""Drafters: models that read fewer weights than the full model.
 
-A drafter is a `Model` whose text stack is a second tree of modules over the same parameters. What
-it leaves out is layers (LayerSkip), input channels (TEAL), or bits; what it sees of the context is
-not decided here."""
+A drafter is a `Model` whose text stack is a second tree of modules over the same parameters. It
+leaves out layers (LayerSkip), input channels (TEAL) or bits (low-bit copies); only the latter copy
+weights. Which part of the context it reads is decided elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -20,85 +20,93 @@ from std_core.kernels.sparse_linear import kernel_layout, skips_channels, sparse
 from std_core.model.cpu_modules import clone_sharing_parameters
 from std_core.model.model import Model
 from std_core.model.tensor_parallel import BroadcastHead, VocabParallelHead
-from std_core.types import Draft
+from std_core.types import WEIGHT_BITS, Draft
 
-BITS = {"int8": 8, "int4": 4}
+# Logits of tokens that only the full model has.
+MISSING_LOGIT = -1e9
 
 
 def build_drafter(model: Model, draft: Draft, thresholds: Mapping[str, float]) -> Model:
-    """The model as a draft computes with it.
+    """Build the model that computes a draft; the model itself if it reads all weights.
 
     Args:
-        thresholds: of `channels`, by the projection's name in `projections`.
+        thresholds: of `draft.channels`, by the names of `projections`.
     """
     if not draft.reads_fewer_weights:
         return model
-    cheap = copy.copy(model)
-    cheap.decoder = clone_sharing_parameters(model.decoder)
+    drafter = copy.copy(model)
+    drafter.decoder = clone_sharing_parameters(model.decoder)
     if draft.depth < 1:
-        _exit_early(cheap, draft_layers(draft, model.layers))
-    for name, linear in list(projections(cheap.decoder)):
-        _put(cheap.decoder, name, _cheaper(linear, draft, thresholds.get(name)))
-    if (
-        draft.weights != "full"
-    ):  # at 4 bits the head alone took SmolLM2's acceptance from 0.89 to 0.56
-        cheap.head = _low_bit_head(model.head)
-    return cheap
+        _truncate_layers(drafter, draft_layers(draft, model.layers))
+    for name, linear in list(projections(drafter.decoder)):
+        drafter.decoder.set_submodule(name, _draft_projection(linear, draft, thresholds.get(name)))
+    if draft.weights != "full":
+        drafter.head = _low_bit_head(model.head)
+    return drafter
+
+
+def pair_drafter(model: Model, second_model: Model) -> Model:
+    """Make a smaller model with the same tokenizer the drafter of another.
+
+    Its logits are fitted to the other's vocabulary, since a family's large models pad theirs more.
+    """
+    drafter = copy.copy(second_model)
+    drafter.head = _FittedHead(second_model.head, model.vocab_size)
+    if model.tp_group.size > 1:
+        drafter.head = BroadcastHead(drafter.head, model.tp_group)
+    return drafter
 
 
 def draft_layers(draft: Draft, layers: int) -> int:
-    """Of a model's layers those that a draft runs through."""
+    """Return how many of a model's layers a draft runs."""
     return max(1, round(draft.depth * layers))
 
 
-def pair_drafter(model: Model, partner: Model) -> Model:
-    """A smaller model as the draft of another: its logits over the other's vocabulary (large models
-    of a family pad theirs further)."""
-    draft = copy.copy(partner)
-    draft.head = _Fitted(partner.head, model.vocab_size)
-    if model.tp_group.size > 1:
-        draft.head = BroadcastHead(draft.head, model.tp_group)
-    return draft
-
-
 def projections(decoder: Any) -> Iterator[tuple[str, nn.Linear]]:
-    """The seven of each layer, by name."""
-    return (
-        (f"layers.{name}", m)
-        for name, m in decoder.layers.named_modules()
-        if isinstance(m, nn.Linear)
-    )
+    """Iterate over the linear layers of a text stack (seven per layer) by their names in it."""
+    for name, module in decoder.layers.named_modules():
+        if isinstance(module, nn.Linear):
+            yield f"layers.{name}", module
 
 
 def step_weight_bytes(drafter: Model) -> int:
-    """Bytes of weights that one draft step reads for a single row: projections and head."""
-    leaves = [
-        m
-        for m in drafter.decoder.layers.modules()
-        if isinstance(m, (nn.Linear, LowBitLinear, SparseLinear))
-    ]
-    inner = {id(m.inner) for m in leaves if isinstance(m, SparseLinear)}
-    return sum(_bytes(m) for m in [*leaves, drafter.head] if id(m) not in inner)
+    """Return the bytes of weights that one step of one row reads: projections and head."""
+    kinds = (nn.Linear, LowBitLinear, SparseLinear)
+    modules = [m for m in drafter.decoder.layers.modules() if isinstance(m, kinds)]
+    wrapped = {id(m.inner) for m in modules if isinstance(m, SparseLinear)}
+    modules = [m for m in modules if id(m) not in wrapped]
+    return sum(_weight_bytes(module) for module in [*modules, drafter.head])
 
 
-def _bytes(module: Any) -> int:
+def _weight_bytes(module: Any) -> int:
     if isinstance(module, SparseLinear):
-        return round(_bytes(module.inner) * module.keep)
+        return round(_weight_bytes(module.inner) * module.keep)
     if isinstance(module, LowBitLinear):
         return module.packed.nbytes
-    if isinstance(module, (_Fitted, BroadcastHead, VocabParallelHead)):
-        return _bytes(module.inner)
+    if isinstance(module, (_FittedHead, BroadcastHead, VocabParallelHead)):
+        return _weight_bytes(module.inner)
     return module.weight.numel() * module.weight.element_size()
+
+
+def _truncate_layers(model: Model, layers: int) -> None:
+    """Keep the first layers only (early exit)."""
+    model.decoder.layers = model.decoder.layers[:layers]
+    model.decoder.config.num_hidden_layers = layers
+    model.layers = layers
 
 
 # -------------------------------------------------------------------------------------- projections
 
 
 class SparseLinear(nn.Module):
-    """`inner` over the input channels above a magnitude; `keep` is their share in the sample that
-    set the threshold."""
+    """A projection over the input channels whose magnitude exceeds a threshold (TEAL)."""
 
     def __init__(self, inner: Any, threshold: float, keep: float):
+        """
+        Args:
+            inner: a linear layer, or its low-bit copy.
+            keep: the share of channels that exceeded the threshold in its calibration.
+        """
         super().__init__()
         self.inner = inner
         self.threshold = threshold
@@ -106,9 +114,8 @@ class SparseLinear(nn.Module):
         self.weight: torch.Tensor | None = None
         if isinstance(inner, nn.Linear):
             self.weight = kernel_layout(inner.weight.detach())
-            if (
-                inner.weight.device.type != "cpu"
-            ):  # dense products there take either layout: no copy is kept
+            if inner.weight.device.type != "cpu":
+                # dense products on a GPU take this layout as well: one copy serves both
                 inner.weight.data = self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,44 +137,35 @@ class LowBitLinear(nn.Module):
         return low_bit_linear(x, self.packed, self.bias)
 
 
-class _Fitted(nn.Module):
-    """A head whose logits are cut or filled up to a vocabulary."""
+class _FittedHead(nn.Module):
+    """A head whose logits are truncated or padded to a vocabulary."""
 
-    def __init__(self, inner: nn.Module, vocabulary: int):
+    def __init__(self, inner: nn.Module, vocab_size: int):
         super().__init__()
         self.inner = inner
-        self.out_features = vocabulary
+        self.out_features = vocab_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.inner(x)[..., : self.out_features]
-        return F.pad(logits, (0, self.out_features - logits.shape[-1]), value=-1e9)
+        return F.pad(logits, (0, self.out_features - logits.shape[-1]), value=MISSING_LOGIT)
 
 
-def _cheaper(linear: nn.Linear, draft: Draft, threshold: float | None) -> nn.Module:
-    made: nn.Module = linear if draft.weights == "full" else _low_bit(linear, BITS[draft.weights])
-    return made if threshold is None else SparseLinear(made, threshold, draft.channels)
+def _draft_projection(linear: nn.Linear, draft: Draft, threshold: float | None) -> nn.Module:
+    module: nn.Module = linear
+    if draft.weights != "full":
+        module = _low_bit(linear, WEIGHT_BITS[draft.weights])
+    if threshold is not None:
+        module = SparseLinear(module, threshold, draft.channels)
+    return module
 
 
 def _low_bit(linear: nn.Linear, bits: int) -> nn.Module:
-    """8 bits where 4 do not fit the shape."""
+    """Pack a projection, with 8 bits where 4 do not support its shape."""
     return LowBitLinear(linear, bits if can_pack(linear.weight, bits) else 8)
 
 
 def _low_bit_head(head: Any) -> nn.Module:
+    """Pack a head with 8 bits. A 4-bit head alone took SmolLM2's acceptance from 0.89 to 0.56."""
     if isinstance(head, VocabParallelHead):
         return VocabParallelHead(_low_bit_head(head.inner), head.out_features, head.ranks)
     return _low_bit(head, 8)
-
-
-# -------------------------------------------------------------------------------------------- trees
-
-
-def _exit_early(model: Model, layers: int) -> None:
-    model.decoder.layers = model.decoder.layers[:layers]
-    model.decoder.config.num_hidden_layers = layers
-    model.layers = layers
-
-
-def _put(decoder: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(decoder.get_submodule(parent), leaf, module)

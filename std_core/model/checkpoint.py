@@ -1,6 +1,8 @@
-"""A checkpoint without its weights: prompts to token ids, frames to patches, sizes. All of it is
-Hugging Face's own processors; this file only asks them, so that the plan and the engine count the
-same tokens."""
+"""A checkpoint without its weights: tokenization, preprocessing of frames, sizes.
+
+All preprocessing is done by Hugging Face's own processors, so that the plan and the engine count
+the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ from std_core.cost_model.memory import TEXT_SUFFIX
 from std_core.cost_model.model_size import ModelSize
 from std_core.model.families import (
     FAMILIES,
+    IMAGE,
+    VIDEO,
     Family,
     generation_class,
     has_vision_tower,
@@ -27,220 +31,248 @@ from std_core.model.families import (
 )
 from std_core.types import Geometry, Request, RequestError
 
-WHOLE = 64 << 20  # bytes; files above it enter a folder's hash by size, first and last MiB
-BYTES = {"float32": 4.0, "bfloat16": 2.0}
+MIB = 1 << 20
+# Files above this size enter a checkpoint's hash by their size, first and last MiB only.
+FULL_HASH_LIMIT = 64 * MIB
+DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What the model is fed for one request; batch of 1. Patches: (patches, channels × temporal
-    patch × patch²); grids: (videos or images, 3), temporal, height, width in patches.
+    """What the model takes for one request; the batch size is 1.
 
-    LLaVA-OneVision: frames (T of all videos, 3, height, width) and grids of (T, height, width) in
-    pixels; images (images, crops, 3, height, width) and their sizes before that, (images, 2)."""
+    Args:
+        ids: (1, n).
+        token_types: (1, n), 0 for text, else `families.IMAGE` or `families.VIDEO`.
+        video_patches: (patches, channels × temporal patch × patch²).
+            LLaVA-OneVision: (frames of all videos, 3, height, width).
+        video_grid: (videos, 3): temporal, height, width in patches.
+            LLaVA-OneVision: frames, height, width in pixels.
+        image_patches: as `video_patches`.
+            LLaVA-OneVision: (images, crops, 3, height, width).
+        image_grid: (images, 3), as `video_grid`.
+            LLaVA-OneVision: (images, 2), the images' original sizes.
+        second_per_grid: (videos,) seconds between two temporal patches, for models whose positions
+            depend on time.
+    """
 
-    ids: torch.Tensor  # (1, n)
-    token_types: torch.Tensor  # (1, n): 0 text, 1 image, 2 video
+    ids: torch.Tensor
+    token_types: torch.Tensor
     video_patches: torch.Tensor | None = None
     video_grid: torch.Tensor | None = None
     image_patches: torch.Tensor | None = None
     image_grid: torch.Tensor | None = None
-    second_per_grid: torch.Tensor | None = (
-        None  # (videos,) between two temporal patches, where positions go by time
-    )
+    second_per_grid: torch.Tensor | None = None
 
     @property
     def visual_positions(self) -> torch.Tensor:
-        """(m_v,) places of visual tokens."""
+        """(m_v,) positions of the visual tokens."""
         return self.token_types[0].nonzero()[:, 0]
 
     @property
     def prefix_length(self) -> int:
-        """Length of the prefix that other questions can share: up to the last visual token, or all
-        but the tail."""
-        return (
-            int(self.visual_positions[-1]) + 1
-            if len(self.visual_positions)
-            else max(0, self.ids.shape[1] - TEXT_SUFFIX)
-        )
+        """Tokens of the prefix that other questions can share.
+
+        It ends with the last visual token. Without visual tokens it is all but `TEXT_SUFFIX`.
+        """
+        if len(self.visual_positions):
+            return int(self.visual_positions[-1]) + 1
+        return max(0, self.ids.shape[1] - TEXT_SUFFIX)
 
     @property
     def selectable_positions(self) -> torch.Tensor:
-        """Places in the prefix that a draft may leave out."""
-        return (
-            self.visual_positions
-            if len(self.visual_positions)
-            else torch.arange(self.prefix_length)
-        )
+        """Positions in the prefix that a draft may leave out: visual tokens, or else all."""
+        if len(self.visual_positions):
+            return self.visual_positions
+        return torch.arange(self.prefix_length)
 
 
 class Checkpoint:
-    """Configuration and processor of a local folder, a hub id or a `.gguf` file, whether a
-    Video-LLM or a text model.
+    """Configuration and processor of a Video-LLM or a text model.
 
     Args:
+        path: a local folder, a hub id or a `.gguf` file.
         processor: of a text model its tokenizer.
-        source: what `from_pretrained` is called with, besides what the call is about.
+        pretrained_kwargs: keywords of `from_pretrained` that locate the checkpoint.
         revision: hash of the local files, or the hub's commit.
     """
 
     def __init__(
-        self, path: str, config: Any, processor: Any, source: dict[str, Any], revision: str
+        self,
+        path: str,
+        config: Any,
+        processor: Any,
+        pretrained_kwargs: dict[str, Any],
+        revision: str,
     ):
         self.path = path
         self.config = config
         self.processor = processor
-        self.source = source
+        self.pretrained_kwargs = pretrained_kwargs
         self.revision = revision
         self.tokenizer = getattr(processor, "tokenizer", processor)
 
     @classmethod
     def load(cls, path: str) -> Checkpoint:
-        """Raises ValueError, in one sentence, where nothing that can be driven is found."""
-        source = pretrained_source(path)
+        """Load configuration and processor.
+
+        Raises:
+            ValueError: there is no checkpoint, or its model is not supported.
+        """
+        kwargs = pretrained_kwargs(path)
         try:
-            config = AutoConfig.from_pretrained(**source)
-            if why := unsupported_reason(config, generation_class(config)):
-                raise ValueError(f"it is a {config.model_type}, which {why}")
-            processor = (
-                AutoProcessor if has_vision_tower(config) else AutoTokenizer
-            ).from_pretrained(**source)
+            config = AutoConfig.from_pretrained(**kwargs)
+            if reason := unsupported_reason(config, generation_class(config)):
+                raise ValueError(f"it is a {config.model_type}, which {reason}")
+            processor_class = AutoProcessor if has_vision_tower(config) else AutoTokenizer
+            processor = processor_class.from_pretrained(**kwargs)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ValueError(
-                f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}"
-            ) from error
-        local = os.path.exists(path)
-        found = cls(
-            path,
-            config,
-            processor,
-            source,
-            checkpoint_hash(path) if local else str(config._commit_hash),
-        )
-        if has_vision_tower(config) and not found.supports_video:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"model {path!r} cannot be loaded: {reason}") from error
+        revision = checkpoint_hash(path) if os.path.exists(path) else str(config._commit_hash)
+        checkpoint = cls(path, config, processor, kwargs, revision=revision)
+        if has_vision_tower(config) and not checkpoint.supports_video:
             raise ValueError(
                 f"model {path!r} is a {config.model_type}, whose processor takes no video"
             )
-        if found.supports_video and not found.has_chat_template:
+        if checkpoint.supports_video and not checkpoint.has_chat_template:
             raise ValueError(
-                f"model {path!r} has no chat template, which says where in a prompt a video stands"
+                f"model {path!r} has no chat template, which states where a video is in a prompt"
             )
-        return found
+        return checkpoint
 
     def check_can_draft_for(self, other: Checkpoint) -> None:
-        """Raises ValueError where this model cannot be the draft of another: it reads other tokens
-        or cuts frames differently."""
+        """Check that this model can be the second model of another one.
+
+        Raises:
+            ValueError: their tokenizers or geometries differ.
+        """
+        pair = f"model {self.path!r} cannot draft for {other.path!r}"
         if self.tokenizer.get_vocab() != other.tokenizer.get_vocab():
-            raise ValueError(
-                f"model {self.path!r} cannot draft for {other.path!r}: their tokenizers differ"
-            )
-        if self.supports_video != other.supports_video or (
-            self.supports_video and self.geometry != other.geometry
-        ):
-            raise ValueError(
-                f"model {self.path!r} cannot draft for {other.path!r}: they cut frames differently"
-            )
+            raise ValueError(f"{pair}: their tokenizers differ")
+        if self.supports_video != other.supports_video:
+            raise ValueError(f"{pair}: only one of them takes video")
+        if self.supports_video and self.geometry != other.geometry:
+            raise ValueError(f"{pair}: they cut frames into tokens differently")
+
+    # --------------------------------------------------------------------------------- properties
 
     @property
     def supports_video(self) -> bool:
-        """Whether a request may show anything; there is a `geometry` only then."""
+        """Whether requests may have videos and images. Text models have no `geometry`."""
         return hasattr(self.processor, "video_processor")
 
     @property
     def family(self) -> Family:
-        """Of a model that takes video."""
+        """The model's family; not defined for text models."""
         return FAMILIES[self.config.model_type]
 
     @functools.cached_property
     def geometry(self) -> Geometry:
+        """How frames become tokens; not defined for text models."""
         return self.family.geometry(self.processor)
 
     @property
     def max_model_len(self) -> int:
-        """The window: prompt, visual tokens and what is written, together."""
+        """Most tokens of a prompt (visual ones included) and its output together."""
         return int(self.config.get_text_config().max_position_embeddings)
 
     @property
     def samples_by_default(self) -> bool:
-        """Whether texts are drawn, not greedy, where a request does not say."""
+        """Whether the generation configuration samples where a request sets no temperature."""
+        path = self.pretrained_kwargs["pretrained_model_name_or_path"]
         try:
-            return bool(
-                GenerationConfig.from_pretrained(
-                    self.source["pretrained_model_name_or_path"]
-                ).do_sample
-            )
-        except OSError:  # it has no such configuration
+            return bool(GenerationConfig.from_pretrained(path).do_sample)
+        except OSError:  # the checkpoint has no generation configuration
             return False
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts are rendered with a chat template."""
+        return bool(self.processor.chat_template)
+
     def model_size(self, dtype: str) -> ModelSize:
-        """Sizes of the whole model, with weights and cache in a precision."""
-        return full_model_size(self.config, BYTES[dtype], BYTES[dtype])
+        """Return the whole model's size.
+
+        Args:
+            dtype: of weights and KV cache.
+        """
+        return full_model_size(self.config, DTYPE_BYTES[dtype], DTYPE_BYTES[dtype])
+
+    # -------------------------------------------------------------------------------------- tokens
 
     def render(self, prompt: str, videos: int = 1, images: int = 0) -> str:
-        """The chat template around a prompt with its videos, then its images, before it; without a
-        template the prompt as it is."""
+        """Render the chat template: the videos, the images, then the prompt.
+
+        Without a chat template the prompt is returned unchanged.
+        """
         if not self.has_chat_template:
             return prompt
-        shown = [{"type": "video"}] * videos + [{"type": "image"}] * images
-        content = [*shown, {"type": "text", "text": prompt}] if self.supports_video else prompt
+        content: Any = prompt
+        if self.supports_video:
+            visual = [{"type": "video"}] * videos + [{"type": "image"}] * images
+            content = [*visual, {"type": "text", "text": prompt}]
         return self.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self.processor.chat_template)
-
     def count_prompt_tokens(
         self, prompt: str, frames: int = 2, fps: float = 2.0, times: tuple[float, ...] = ()
     ) -> int:
-        """Tokens of the rendered prompt, the visual ones of its one video not counted.
+        """Count the tokens of a prompt with one video, visual tokens excluded.
 
-        Args: frames, fps, times: of the video's sample, for models whose prompt tells the time of
-            each frame.
+        Args:
+            frames, fps, times: of the sampled video, for models that write timestamps into the
+                prompt.
         """
         if self.supports_video and self.family.writes_timestamps:
-            return self._timed_tokens(prompt, frames, fps, times)
-        return self._plain_tokens(prompt)
+            return self._count_timed_tokens(prompt, frames, fps, times)
+        return self._count_untimed_tokens(prompt)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - one object per process, prompts repeat
-    def _plain_tokens(self, prompt: str) -> int:
-        visual = int(self.supports_video)  # the placeholder of the video
-        return len(self._ids(self.render(prompt, visual))) - visual
+    def _count_untimed_tokens(self, prompt: str) -> int:
+        placeholders = int(self.supports_video)
+        return len(self._tokenize(self.render(prompt, placeholders))) - placeholders
 
-    def _timed_tokens(self, prompt: str, frames: int, fps: float, times: tuple[float, ...]) -> int:
-        """As if each temporal patch were a single token."""
-        patches = -(-frames // self.geometry.temporal_patch_size)
+    def _count_timed_tokens(
+        self, prompt: str, frames: int, fps: float, times: tuple[float, ...]
+    ) -> int:
+        """Count the tokens with a grid whose temporal patches are a single token each."""
+        temporal_patches = -(-frames // self.geometry.temporal_patch_size)
         side = self.geometry.merge_size
-        shown = {
-            "video_grid_thw": torch.tensor([[patches, side, side]]),
-            "video_metadata": [_sampled(frames, fps, times)],
+        video = {
+            "video_grid_thw": torch.tensor([[temporal_patches, side, side]]),
+            "video_metadata": [_video_metadata(frames, fps, times)],
         }
-        expanded = self.processor.replace_video_token(shown, 0)
-        return (
-            len(self._ids(self.render(prompt).replace(self.processor.video_token, expanded, 1)))
-            - patches
-        )
+        expanded = self.processor.replace_video_token(video, 0)
+        rendered = self.render(prompt).replace(self.processor.video_token, expanded, 1)
+        return len(self._tokenize(rendered)) - temporal_patches
 
-    def _ids(self, rendered: str) -> list[int]:
-        """As `apply_chat_template` has it: a text's special tokens come from the template, where
-        there is one. A Video-LLM's processor, which is never asked to leave them out, adds what its
-        tokenizer adds."""
-        return self.tokenizer(
-            rendered, add_special_tokens=self.supports_video or not self.has_chat_template
-        )["input_ids"]
+    def _tokenize(self, rendered: str) -> list[int]:
+        """Tokenize a rendered prompt with the special tokens that `apply_chat_template` gives it.
+
+        A text model's come from its chat template, if there is one. A Video-LLM's processor lets
+        its tokenizer add them in any case.
+        """
+        add_special_tokens = self.supports_video or not self.has_chat_template
+        return self.tokenizer(rendered, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        """Convert token ids to text, without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    # ------------------------------------------------------------------------------- preprocessing
 
     def preprocess(self, request: Request) -> ModelInputs:
-        """Ids and patches of a request.
+        """Tokenize a request's prompt and cut its frames into patches.
 
-        Raises: RequestError: `invalid_request` where the processor does not take it (a prompt that
-            itself contains the
-                placeholder, frames of a size that it can't cut, anything to look at for a text
-                model).
+        Raises:
+            RequestError: `invalid_request`: the prompt contains a placeholder or is empty, frames
+                have a size that cannot be cut, or a text model's request has videos or images.
         """
         videos = (*([] if request.frames is None else [request.frames]), *request.videos)
         if not videos and not request.images:
-            return self._text_inputs(request.prompt)
+            return self._preprocess_text(request.prompt)
         if not self.supports_video:
             raise RequestError(
                 "invalid_request", f"a {self.config.model_type} takes no video and no image"
@@ -250,19 +282,19 @@ class Checkpoint:
                 "invalid_request",
                 "a video is (T, height, width, 3) and an image (height, width, 3)",
             )
-        fed: dict[str, Any] = {} if self.family.processor_resizes else {"do_resize": False}
+        options: dict[str, Any] = {}
+        if not self.family.processor_resizes:
+            options["do_resize"] = False
         if videos:
-            fed["videos"] = [v.permute(0, 3, 1, 2) for v in videos]
-            times = [() if request.frames is None else request.times, *([()] * len(videos))]
-            fed["video_metadata"] = [
-                _sampled(len(v), request.fps, t) for v, t in zip(videos, times, strict=False)
-            ]
+            options["videos"] = [video.permute(0, 3, 1, 2) for video in videos]
+            options["video_metadata"] = _metadata_of_videos(request, videos)
         if request.images:
-            fed["images"] = [[i.permute(2, 0, 1) for i in request.images]]  # of one conversation
+            # one list per conversation
+            options["images"] = [[image.permute(2, 0, 1) for image in request.images]]
         try:
-            out = self.processor(
+            output = self.processor(
                 text=[self.render(request.prompt, len(videos), len(request.images))],
-                **fed,
+                **options,
                 do_sample_frames=False,
                 return_mm_token_type_ids=True,
             )
@@ -270,83 +302,107 @@ class Checkpoint:
             raise RequestError(
                 "invalid_request", f"the model's processor refused the request: {error}"
             ) from error
-        return _checked(_collected(out), bool(request.images), bool(videos))
+        inputs = _model_inputs(output)
+        _check_placeholders(inputs, images=bool(request.images), videos=bool(videos))
+        return inputs
 
-    def _text_inputs(self, prompt: str) -> ModelInputs:
-        ids = torch.tensor([self._ids(self.render(prompt, 0))], dtype=torch.long)
+    def _preprocess_text(self, prompt: str) -> ModelInputs:
+        ids = torch.tensor([self._tokenize(self.render(prompt, 0))], dtype=torch.long)
         if not ids.numel():
             raise RequestError("invalid_request", "the prompt has no tokens")
-        types = torch.zeros_like(ids)
+        token_types = torch.zeros_like(ids)
         if self.supports_video:
-            types = torch.tensor(self.processor.create_mm_token_type_ids(ids))
-        return _checked(ModelInputs(ids, types), images=False, videos=False)
+            token_types = torch.tensor(self.processor.create_mm_token_type_ids(ids))
+        inputs = ModelInputs(ids, token_types)
+        _check_placeholders(inputs, images=False, videos=False)
+        return inputs
 
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+def _metadata_of_videos(request: Request, videos: tuple[torch.Tensor, ...]) -> list[VideoMetadata]:
+    """Return the metadata of a request's videos; `times` are those of `frames`, the first one."""
+    metadata = [_video_metadata(len(video), request.fps) for video in videos]
+    if request.frames is not None:
+        metadata[0] = _video_metadata(len(request.frames), request.fps, request.times)
+    return metadata
 
 
-def _sampled(frames: int, fps: float, times: tuple[float, ...] = ()) -> VideoMetadata:
-    """Frames that are all there is of a video; shown at `times` s, where those are known."""
-    numbers: list[Any] = [time * fps for time in times] or list(range(frames))
+def _video_metadata(frames: int, fps: float, times: tuple[float, ...] = ()) -> VideoMetadata:
+    """Return the metadata of a video that consists of the sampled frames.
+
+    Args:
+        times: of the frames, in seconds; equally spaced if not given.
+    """
+    frame_indices: list[Any] = [time * fps for time in times] or list(range(frames))
     return VideoMetadata(
-        total_num_frames=frames, fps=fps, duration=frames / fps, frames_indices=numbers
+        total_num_frames=frames, fps=fps, duration=frames / fps, frames_indices=frame_indices
     )
 
 
-def _collected(out: Any) -> ModelInputs:
-    """A processor's output; what it gives as lists has parts that may differ in size."""
-    videos, video_grid, seconds = (
-        out.get(k) for k in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-    )
-    images = out.get("pixel_values")
-    image_grid = out.get("image_grid_thw", out.get("image_sizes"))
-    if isinstance(videos, list):
-        video_grid = [[len(v), *v.shape[2:]] for v in videos]
-        videos = torch.cat(videos)
+def _model_inputs(output: Any) -> ModelInputs:
+    """Convert a processor's output. It has lists where videos or images may differ in size."""
+    video_patches = output.get("pixel_values_videos")
+    video_grid = output.get("video_grid_thw")
+    image_patches = output.get("pixel_values")
+    image_grid = output.get("image_grid_thw", output.get("image_sizes"))
+    second_per_grid = output.get("second_per_grid_ts")
+    if isinstance(video_patches, list):
+        video_grid = [[len(video), *video.shape[2:]] for video in video_patches]
+        video_patches = torch.cat(video_patches)
+    if isinstance(image_patches, list):
+        image_patches = torch.stack(image_patches)
     return ModelInputs(
-        torch.tensor(out["input_ids"]),
-        token_types=torch.tensor(out["mm_token_type_ids"]),
-        video_patches=videos,
+        torch.tensor(output["input_ids"]),
+        token_types=torch.tensor(output["mm_token_type_ids"]),
+        video_patches=video_patches,
         video_grid=None if video_grid is None else torch.as_tensor(video_grid),
-        image_patches=torch.stack(images) if isinstance(images, list) else images,
+        image_patches=image_patches,
         image_grid=None if image_grid is None else torch.as_tensor(image_grid),
-        second_per_grid=None if seconds is None else torch.tensor(seconds),
+        second_per_grid=None if second_per_grid is None else torch.tensor(second_per_grid),
     )
 
 
-def _checked(inputs: ModelInputs, images: bool, videos: bool) -> ModelInputs:
-    """Raises RequestError where a prompt holds a placeholder for what the request doesn't show."""
-    for kind, name, shown in ((1, "image", images), (2, "video", videos)):
-        if not shown and bool((inputs.token_types == kind).any()):
+def _check_placeholders(inputs: ModelInputs, images: bool, videos: bool) -> None:
+    """Raise RequestError where a prompt contains placeholders and the request has no such input."""
+    for token_type, name, given in ((IMAGE, "image", images), (VIDEO, "video", videos)):
+        if not given and bool((inputs.token_types == token_type).any()):
             raise RequestError(
                 "invalid_request",
-                f"the prompt holds the model's placeholder for {name}s, and no {name} is shown",
+                f"the prompt contains the model's placeholder for {name}s, "
+                f"but the request has no {name}",
             )
-    return inputs
+
+
+# -------------------------------------------------------------------------------------------- sizes
 
 
 def full_model_size(config: Any, weight_bytes: float, kv_bytes: float) -> ModelSize:
-    """An account with the sizes of the whole model, which is built without storage."""
+    """Return a model's size with the parameters of all its parts, counted on the meta device."""
     with torch.device("meta"):
-        writer: Callable[[Any], Any] = generation_class(config)  # type: ignore[assignment]
-        hf = writer(config)
-    text = {
-        id(p) for part in (hf.get_decoder(), hf.get_output_embeddings()) for p in part.parameters()
-    }
-    sizes = [(id(p) in text, p.numel()) for p in hf.parameters()]
-    vision = getattr(config, "vision_config", None)
-    return replace(
+        model_class: Callable[[Any], Any] = generation_class(config)  # type: ignore[assignment]
+        hf = model_class(config)
+    text_modules = (hf.get_decoder(), hf.get_output_embeddings())
+    text_parameters = {id(p) for module in text_modules for p in module.parameters()}
+    parameters = list(hf.parameters())
+    size = replace(
         ModelSize.of(config, weight_bytes, kv_bytes),
-        parameters=sum(size for _, size in sizes),
-        tower=sum(size for is_text, size in sizes if not is_text) if vision else 0,
-        tower_width=(getattr(vision, "embed_dim", None) or vision.hidden_size) if vision else 0,
-        patches=getattr(vision, "spatial_merge_size", 2) ** 2 if vision else 1,
+        parameters=sum(p.numel() for p in parameters),
+    )
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return replace(size, patches=1)
+    return replace(
+        size,
+        tower=sum(p.numel() for p in parameters if id(p) not in text_parameters),
+        tower_width=getattr(vision, "embed_dim", None) or vision.hidden_size,
+        patches=getattr(vision, "spatial_merge_size", 2) ** 2,
     )
 
 
-def pretrained_source(path: str) -> dict[str, Any]:
-    """What `from_pretrained` needs to find a checkpoint: a folder or hub id, or a folder and the
-    file in it."""
+# -------------------------------------------------------------------------------------------- files
+
+
+def pretrained_kwargs(path: str) -> dict[str, Any]:
+    """Return the keywords of `from_pretrained` that locate a folder, a hub id or a GGUF file."""
     if not path.endswith(".gguf"):
         return {"pretrained_model_name_or_path": path}
     return {
@@ -356,21 +412,27 @@ def pretrained_source(path: str) -> dict[str, Any]:
 
 
 def checkpoint_hash(path: str) -> str:
-    """Identity of a local checkpoint: its files' names and contents (of very large files the size
-    and both ends). A single file counts as a folder that holds nothing else."""
-    digest = hashlib.sha256()
+    """Return the revision of a local checkpoint, 32 hex digits.
+
+    It is a hash of the files' names, sizes and contents; of files above `FULL_HASH_LIMIT` only the
+    first and last MiB count. A single file is hashed like a folder that contains only it.
+    """
     top = Path(path)
-    files, base = (
-        ([top], top.parent)
-        if top.is_file()
-        else (sorted(p for p in top.rglob("*") if p.is_file()), top)
-    )
+    if top.is_file():
+        files = [top]
+        base = top.parent
+    else:
+        files = sorted(p for p in top.rglob("*") if p.is_file())
+        base = top
+    digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.relative_to(base).as_posix()}\0{size}\0".encode())
         with file.open("rb") as stream:
-            digest.update(stream.read(WHOLE if size <= WHOLE else 1 << 20))
-            if size > WHOLE:
-                stream.seek(-(1 << 20), os.SEEK_END)
+            if size <= FULL_HASH_LIMIT:
+                digest.update(stream.read(FULL_HASH_LIMIT))
+            else:
+                digest.update(stream.read(MIB))
+                stream.seek(-MIB, os.SEEK_END)
                 digest.update(stream.read())
     return digest.hexdigest()[:32]

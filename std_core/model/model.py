@@ -139,13 +139,13 @@ class Model:
         """
         model_class: Any = generation_class(checkpoint.config)  # `Checkpoint.load` has checked it
         options = sharding_kwargs(model_class, checkpoint.config, tp_group)
-        if "gguf_file" in checkpoint.source:
+        if "gguf_file" in checkpoint.pretrained_kwargs:
             options["quantization_config"] = GgufConfig(dequantize=True)
         else:
             options["use_safetensors"] = True
         try:
             hf, loading = model_class.from_pretrained(
-                **checkpoint.source, **options, dtype=dtype, output_loading_info=True
+                **checkpoint.pretrained_kwargs, **options, dtype=dtype, output_loading_info=True
             )
         except (OSError, SafetensorError) as error:
             reason = str(error).splitlines()[0]

@@ -1,4 +1,4 @@
-"""A check of how a model calls its attention, by one token, where its configuration does not say."""
+"""A check by one token of how a model calls its attention, which its configuration may not state."""
 
 from __future__ import annotations
 

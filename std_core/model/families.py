@@ -88,9 +88,9 @@ def sliding_window_of(text: Any) -> int | None:
 def _per_frame_geometry(processor: Any) -> Geometry:
     """Geometry of Qwen2-VL and Qwen2.5-VL: a pixel budget per frame and one for the whole video.
 
-    The latter is qwen-vl-utils' cap, nine tenths of 128,000 tokens' pixels, which takes effect above
-    300 full frames. Where a checkpoint does not set `cap_pixels_per_frame`, transformers omits the
-    cap with a warning; here only an explicit `false` omits it.
+    The latter is qwen-vl-utils' cap, nine tenths of 128,000 tokens' pixels, which takes effect
+    above 300 full frames. Where a checkpoint does not set `cap_pixels_per_frame`, transformers
+    omits the cap with a warning; here only an explicit `false` omits it.
     """
     video = processor.video_processor
     token_pixels = (video.patch_size * video.merge_size) ** 2

@@ -1,5 +1,4 @@
-"""Calibration of activation sparsity (TEAL): the magnitude above which a projection's input channels
-are kept.
+"""Calibration of activation sparsity (TEAL): the magnitude above which input channels are kept.
 
 The thresholds are quantiles of a sample of the projections' inputs. Within a layer, projections
 keep different shares of their channels: a greedy search takes channels away in steps, always from

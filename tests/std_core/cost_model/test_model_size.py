@@ -34,9 +34,16 @@ def test_a_draft_step_reads_the_bytes_it_keeps() -> None:
 
 def test_only_active_experts_are_read() -> None:
     config = Qwen3MoeConfig(
-        hidden_size=64, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_hidden_layers=3, vocab_size=100,
-    )  # fmt: skip
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_experts=16,
+        num_experts_per_tok=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=3,
+        vocab_size=100,
+    )
     size = ModelSize.of(config)
     assert size.projections == 64 * 16 * 2 * (4 + 2) + 2 * 3 * 64 * 32 + 64 * 16
 
@@ -50,13 +57,23 @@ def test_a_video_models_size_is_that_of_its_text_stack() -> None:
 
 def test_parameters_are_counted_without_loading_weights() -> None:
     config = Qwen2VLConfig(
-        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14},
+        vision_config={
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 64,
+            "num_heads": 2,
+            "patch_size": 14,
+        },
         text_config={
-            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": 100,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 100,
         },
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     size = full_model_size(config, 2, 2)
     assert size.tower_width == 32 and size.patches == 4
     assert 0 < size.tower < size.parameters

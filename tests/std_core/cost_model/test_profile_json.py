@@ -17,12 +17,13 @@ def test_keys_of_version_3(profile: Profile) -> None:
     """Files of this version exist, so its keys stay whatever the fields are called."""
     content: dict[str, Any] = json.loads(json.dumps(to_json(profile)))
     assert list(content) == [
-        "device", "model", "dtype", "account", "full", "prefill", "vision", "drafts", "union", "lengths",
-        "spread", "noise", "measured", "version",
+        "device", "model", "dtype", "account", "full", "prefill", "vision", "drafts",
+        "union", "lengths", "spread", "noise", "measured", "version",
     ]  # fmt: skip
     assert list(content["account"]) == [
-        "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "experts", "router",
-        "weight_bytes", "kv_bytes", "parameters", "tower", "tower_width", "patches", "tower_mlp",
+        "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary",
+        "experts", "router", "weight_bytes", "kv_bytes", "parameters", "tower", "tower_width",
+        "patches", "tower_mlp",
         "tower_turns", "tower_places", "pixels", "levels",
     ]  # fmt: skip
     assert content["full"] == {

@@ -18,7 +18,7 @@ from std_core.decoding.slots import Slots
 from std_core.engine.batch import Batch
 from std_core.engine.engine import Engine, devices_from
 from std_core.model import cache
-from std_core.model.model import decoder_layer_names, layer_device_map
+from std_core.model.device_map import decoder_layer_names, layer_device_map
 from std_core.types import Draft, Request, Result, Sampling
 
 Tokens = dict[str, list[int]]  # by request id

@@ -18,23 +18,23 @@ def checkpoint(tiny_model: Path) -> Checkpoint:
 
 
 @pytest.mark.parametrize(("frames", "height", "width"), [(2, 84, 112), (4, 112, 84), (7, 56, 140)])
-def test_planned_tokens_are_those_of_the_processor(
+def test_geometry_and_prompt_count_the_processors_tokens(
     checkpoint: Checkpoint, frames: int, height: int, width: int
 ) -> None:
-    fed = checkpoint.preprocess(
+    inputs = checkpoint.preprocess(
         Request(
             "a",
             "How many scenes are there?",
             torch.zeros(frames, height, width, 3, dtype=torch.uint8),
         )
     )
-    assert len(fed.visual_positions) == checkpoint.geometry.tokens(frames, height, width)
-    assert fed.ids.shape[1] - len(fed.visual_positions) == checkpoint.count_prompt_tokens(
+    assert len(inputs.visual_positions) == checkpoint.geometry.tokens(frames, height, width)
+    assert inputs.ids.shape[1] - len(inputs.visual_positions) == checkpoint.count_prompt_tokens(
         "How many scenes are there?"
     )
 
 
-def test_geometry_is_the_checkpoints_own(checkpoint: Checkpoint) -> None:
+def test_geometry_is_read_from_the_processor(checkpoint: Checkpoint) -> None:
     assert checkpoint.geometry == Geometry(
         14, temporal_patch_size=2, merge_size=2, min_pixels=56 * 56, max_pixels=112 * 112
     )
@@ -44,13 +44,15 @@ def test_geometry_is_the_checkpoints_own(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     "prompt", ["", "Was läuft? 视频\n\t🎬", "{{ braces }} {% raw %}", "<|im_end|>"]
 )
-def test_any_prompt_can_be_written(checkpoint: Checkpoint, prompt: str) -> None:
-    fed = checkpoint.preprocess(Request("a", prompt, torch.zeros(2, 84, 84, 3, dtype=torch.uint8)))
-    assert fed.ids.shape[1] == checkpoint.count_prompt_tokens(prompt) + 9
-    assert prompt in checkpoint.processor.tokenizer.decode(fed.ids[0])
+def test_any_prompt_is_tokenized(checkpoint: Checkpoint, prompt: str) -> None:
+    inputs = checkpoint.preprocess(
+        Request("a", prompt, torch.zeros(2, 84, 84, 3, dtype=torch.uint8))
+    )
+    assert inputs.ids.shape[1] == checkpoint.count_prompt_tokens(prompt) + 9
+    assert prompt in checkpoint.processor.tokenizer.decode(inputs.ids[0])
 
 
-def test_frames_of_a_size_that_cannot_be_cut_are_refused(checkpoint: Checkpoint) -> None:
+def test_frames_of_a_wrong_shape_or_size_are_an_invalid_request(checkpoint: Checkpoint) -> None:
     for frames in (
         torch.zeros(84, 84, 3, dtype=torch.uint8),
         torch.zeros(2, 50, 84, 3, dtype=torch.uint8),
@@ -70,7 +72,7 @@ def test_a_changed_weight_changes_the_revision(tiny_model: Path, tmp_path: Path)
     assert checkpoint_hash(str(copy)) != checkpoint_hash(str(tiny_model))
 
 
-def test_a_single_file_has_a_revision_of_its_own(tmp_path: Path) -> None:
+def test_a_single_files_revision_depends_on_name_and_content(tmp_path: Path) -> None:
     hashes = set()
     for name, content in (("a.gguf", b"x"), ("b.gguf", b"x"), ("a.gguf", b"y")):
         (tmp_path / name).write_bytes(content)
@@ -86,15 +88,15 @@ def llama(families: Callable[[str], Path]) -> Checkpoint:
     return Checkpoint.load(str(families("llama")))
 
 
-def test_a_text_models_prompt_goes_through_its_template(llama: Checkpoint) -> None:
-    fed = llama.preprocess(Request("a", "How many scenes are there?"))
+def test_a_text_models_prompt_is_rendered_with_its_chat_template(llama: Checkpoint) -> None:
+    inputs = llama.preprocess(Request("a", "How many scenes are there?"))
     assert not llama.supports_video
-    assert fed.ids.shape[1] == llama.count_prompt_tokens("How many scenes are there?")
-    wanted = "<|im_start|>user\nHow many scenes are there?<|im_end|>\n<|im_start|>assistant\n"
-    assert llama.tokenizer.decode(fed.ids[0]) == wanted
+    assert inputs.ids.shape[1] == llama.count_prompt_tokens("How many scenes are there?")
+    expected = "<|im_start|>user\nHow many scenes are there?<|im_end|>\n<|im_start|>assistant\n"
+    assert llama.tokenizer.decode(inputs.ids[0]) == expected
 
 
-def test_without_a_template_the_prompt_is_encoded_as_it_is(
+def test_without_a_chat_template_the_prompt_is_tokenized_unchanged(
     families: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(families("llama"), tmp_path / "bare")
@@ -105,30 +107,32 @@ def test_without_a_template_the_prompt_is_encoded_as_it_is(
         bare.preprocess(Request("a", ""))
 
 
-def test_a_text_model_is_shown_nothing(llama: Checkpoint) -> None:
+def test_a_text_model_takes_no_video_and_no_image(llama: Checkpoint) -> None:
     frames = torch.zeros(2, 84, 84, 3, dtype=torch.uint8)
-    for shown in ({"frames": frames}, {"videos": (frames,)}, {"images": (frames[0],)}):
+    for visual in ({"frames": frames}, {"videos": (frames,)}, {"images": (frames[0],)}):
         with pytest.raises(RequestError) as caught:
-            llama.preprocess(Request("a", "?", **shown))  # type: ignore[arg-type]
+            llama.preprocess(Request("a", "?", **visual))  # type: ignore[arg-type]
         assert caught.value.code == "invalid_request" and "llama" in caught.value.message
 
 
 @pytest.mark.parametrize("words", [1, 50, 400])
-def test_of_a_text_all_but_the_tail_can_be_left_out(llama: Checkpoint, words: int) -> None:
-    fed = llama.preprocess(Request("a", "square " * words))
-    assert fed.prefix_length == max(0, fed.ids.shape[1] - TEXT_SUFFIX)
-    assert fed.selectable_positions.tolist() == list(range(fed.prefix_length))
+def test_without_visual_tokens_the_prefix_is_all_but_the_last_tokens(
+    llama: Checkpoint, words: int
+) -> None:
+    inputs = llama.preprocess(Request("a", "square " * words))
+    assert inputs.prefix_length == max(0, inputs.ids.shape[1] - TEXT_SUFFIX)
+    assert inputs.selectable_positions.tolist() == list(range(inputs.prefix_length))
 
 
-def test_a_video_llm_takes_a_question_on_nothing(checkpoint: Checkpoint) -> None:
-    fed = checkpoint.preprocess(Request("a", "What is a square?"))
-    assert not len(fed.visual_positions) and fed.video_patches is None
-    assert checkpoint.tokenizer.decode(fed.ids[0]) == checkpoint.render("What is a square?", 0)
+def test_a_video_llm_takes_a_request_without_video(checkpoint: Checkpoint) -> None:
+    inputs = checkpoint.preprocess(Request("a", "What is a square?"))
+    assert not len(inputs.visual_positions) and inputs.video_patches is None
+    assert checkpoint.tokenizer.decode(inputs.ids[0]) == checkpoint.render("What is a square?", 0)
 
 
 @pytest.mark.parametrize("placeholder", ["<|video_pad|>", "<|image_pad|>"])
 @pytest.mark.parametrize("frames", [None, torch.zeros(2, 84, 84, 3, dtype=torch.uint8)])
-def test_a_placeholder_in_the_prompt_is_refused(
+def test_a_placeholder_in_the_prompt_is_an_invalid_request(
     checkpoint: Checkpoint, placeholder: str, frames: torch.Tensor | None
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -136,13 +140,13 @@ def test_a_placeholder_in_the_prompt_is_refused(
     assert caught.value.code == "invalid_request"
 
 
-# ------------------------------------------------------------------------------------------ refused
+# ------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
     "content", [{}, {"config.json": "{"}, {"config.json": '{"model_type": "llama"}'}]
 )
-def test_a_folder_without_a_model_is_refused_in_one_sentence(
+def test_a_folder_without_a_model_is_an_error_of_one_line(
     tmp_path: Path, content: dict[str, str]
 ) -> None:
     for name, text in content.items():
@@ -152,7 +156,7 @@ def test_a_folder_without_a_model_is_refused_in_one_sentence(
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_gguf_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_no_gguf_is_an_error_of_one_line(tmp_path: Path) -> None:
     junk = tmp_path / "junk.gguf"
     junk.write_bytes(b"GGUF" + bytes(range(200)))
     for path in (junk, tmp_path / "missing.gguf"):

@@ -1,5 +1,4 @@
-"""Every family against Hugging Face's `generate`, the token counts of its plan, and which
-architectures are refused without reading a weight."""
+"""Each family against Hugging Face's `generate`; token counts; unsupported architectures."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ def picture(seed: int, *shape: int) -> torch.Tensor:
     )
 
 
-def asked_of(family: str) -> list[Request]:
-    """Videos, images, both, several and none, with outputs of different lengths."""
+def requests_of(family: str) -> list[Request]:
+    """Requests with videos, images, both, several and none, and outputs of different lengths."""
     if family in TEXT:
         words = ["square", "circle", "red", "blue", "moves", "left", "up", "the", "scene"]
         texts = (
@@ -65,10 +64,10 @@ def asked_of(family: str) -> list[Request]:
         ]
     clip = picture(1, 6, 56, 84)
     other = picture(2, 6, 84, 56)
-    shown: dict[str, dict[str, Any]] = {
+    visual: dict[str, dict[str, Any]] = {
         "video": {"frames": clip},
-        # an odd number of frames, so far apart that positions by time run ahead of the text behind
-        # them
+        # an odd number of frames, so far apart that time-based positions exceed those of the text
+        # behind them
         "slow": {"frames": picture(3, 5, 56, 56), "fps": 0.1},
         "images": {"images": (clip[0], other[1])},
         "text": {},
@@ -78,7 +77,7 @@ def asked_of(family: str) -> list[Request]:
     }
     return [
         Request(name, f"What is the {name}?", sampling=Sampling(6 + 4 * n), **kinds)
-        for n, (name, kinds) in enumerate(shown.items())
+        for n, (name, kinds) in enumerate(visual.items())
     ]
 
 
@@ -100,12 +99,14 @@ def hf(name: str, families: Callable[[str], Path]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(name: str, engine: Engine, hf: Any) -> dict[str, list[int]]:
-    return {r.request_id: generate(hf, feed(name, engine.checkpoint, r), r) for r in asked_of(name)}
+    return {
+        r.request_id: generate(hf, processor_output(name, engine.checkpoint, r), r)
+        for r in requests_of(name)
+    }
 
 
-def feed(name: str, checkpoint: Checkpoint, request: Request) -> dict[str, Any]:
-    """What the family's processor makes of a request when it is called as its documentation
-    says."""
+def processor_output(name: str, checkpoint: Checkpoint, request: Request) -> dict[str, Any]:
+    """Call the family's processor as its documentation states."""
     videos = [v.permute(0, 3, 1, 2) for v in (request.frames, *request.videos) if v is not None]
     images = [i.permute(2, 0, 1) for i in request.images]
     content = [*[{"type": "video"}] * len(videos), *[{"type": "image"}] * len(images)]
@@ -129,32 +130,32 @@ def feed(name: str, checkpoint: Checkpoint, request: Request) -> dict[str, Any]:
     return {k: v for k, v in out.items() if k != "video_metadata"}
 
 
-def generate(hf: Any, fed: dict[str, Any], request: Request) -> list[int]:
-    out = hf.generate(**fed, max_new_tokens=request.sampling.max_tokens, do_sample=False)
-    return out[0, fed["input_ids"].shape[1] :].tolist()
+def generate(hf: Any, inputs: dict[str, Any], request: Request) -> list[int]:
+    out = hf.generate(**inputs, max_new_tokens=request.sampling.max_tokens, do_sample=False)
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_tokens_are_those_of_generate(
+def test_tokens_equal_generates(
     name: str, engine: Engine, expected: dict[str, list[int]], draft: str
 ) -> None:
-    results = list(engine.run(asked_of(name), DRAFTS[draft]))
+    results = list(engine.run(requests_of(name), DRAFTS[draft]))
     assert {r.request_id: r.token_ids for r in results} == expected
     assert len(results) == len(expected) > engine.max_num_seqs  # slots were refilled
     if draft == "full":
         assert [r.accepted for r in results] == [r.proposed for r in results]
         assert sum(r.proposed for r in results) > 50
-    if draft == "random":  # else nothing would be known of rejections
+    if draft == "random":  # rejections are exercised
         assert sum(r.accepted for r in results) < sum(r.proposed for r in results)
 
 
-def test_what_is_fed_is_what_the_processor_makes(name: str, engine: Engine) -> None:
-    for request in asked_of(name):
-        fed = engine.checkpoint.preprocess(request)
-        own = feed(name, engine.checkpoint, request)
-        assert torch.equal(fed.ids, own["input_ids"])
-        assert len(fed.visual_positions) == 0 or torch.equal(
-            fed.token_types, own.get("mm_token_type_ids", fed.token_types)
+def test_preprocessing_equals_the_processors(name: str, engine: Engine) -> None:
+    for request in requests_of(name):
+        inputs = engine.checkpoint.preprocess(request)
+        own = processor_output(name, engine.checkpoint, request)
+        assert torch.equal(inputs.ids, own["input_ids"])
+        assert len(inputs.visual_positions) == 0 or torch.equal(
+            inputs.token_types, own.get("mm_token_type_ids", inputs.token_types)
         )
 
 
@@ -163,7 +164,7 @@ def test_prefill_in_small_chunks_gives_the_same_tokens(
 ) -> None:
     chunked = replace(engine, prefill_chunk=7)
     results = {
-        r.request_id: r.token_ids for r in chunked.run(asked_of(name), Draft("std", keep=0.3))
+        r.request_id: r.token_ids for r in chunked.run(requests_of(name), Draft("std", keep=0.3))
     }
     assert results == expected
 
@@ -171,7 +172,7 @@ def test_prefill_in_small_chunks_gives_the_same_tokens(
 @pytest.mark.parametrize("name", VISUAL, indirect=True, scope="module")
 def test_questions_on_one_video_share_its_prefix(name: str, engine: Engine, hf: Any) -> None:
     clip = picture(1, 6, 56, 84)
-    asked = [
+    requests = [
         Request(
             f"q{n}",
             prompt=f"What is in scene {n}?",
@@ -183,9 +184,10 @@ def test_questions_on_one_video_share_its_prefix(name: str, engine: Engine, hf: 
         for n in range(5)
     ]
     sharing = replace(engine, counters=Counters())
-    results = {r.request_id: r.token_ids for r in sharing.run(asked, Draft("random", keep=0.3))}
+    results = {r.request_id: r.token_ids for r in sharing.run(requests, Draft("random", keep=0.3))}
     assert results == {
-        r.request_id: generate(hf, feed(name, engine.checkpoint, r), r) for r in asked
+        r.request_id: generate(hf, processor_output(name, engine.checkpoint, r), r)
+        for r in requests
     }
     assert (sharing.counters.vision_passes, sharing.counters.prefix_prefills) == (1, 1)
 
@@ -197,7 +199,7 @@ def test_questions_on_one_video_share_its_prefix(name: str, engine: Engine, hf: 
 @pytest.mark.parametrize(
     ("frames", "sides"), [(8, (240, 320)), (5, (320, 240)), (2, (97, 351)), (24, (720, 1280))]
 )
-def test_the_plans_tokens_are_those_that_are_fed(
+def test_the_plan_counts_the_prompts_tokens(
     families: Callable[[str], Path], family_name: str, frames: int, sides: tuple[int, int]
 ) -> None:
     checkpoint = Checkpoint.load(str(families(family_name)))
@@ -207,14 +209,16 @@ def test_the_plans_tokens_are_those_that_are_fed(
     plan = plan_frames(info, FrameOptions(nframes=frames), checkpoint.geometry)
     count = len(plan.times)
     request = Request("a", "What?", picture(0, count, plan.height, plan.width), fps=plan.fps)
-    fed = checkpoint.preprocess(request)
-    assert len(fed.visual_positions) == plan.tokens
-    assert fed.ids.shape[1] == plan.tokens + checkpoint.count_prompt_tokens(
+    inputs = checkpoint.preprocess(request)
+    assert len(inputs.visual_positions) == plan.tokens
+    assert inputs.ids.shape[1] == plan.tokens + checkpoint.count_prompt_tokens(
         "What?", count, plan.fps
     )
 
 
-def test_a_timed_prompt_grows_with_frames_and_time(families: Callable[[str], Path]) -> None:
+def test_a_prompt_with_timestamps_grows_with_frames_and_time(
+    families: Callable[[str], Path],
+) -> None:
     checkpoint = Checkpoint.load(str(families("qwen3_vl")))
     counts = [
         checkpoint.count_prompt_tokens("What?", frames, fps)
@@ -223,11 +227,10 @@ def test_a_timed_prompt_grows_with_frames_and_time(families: Callable[[str], Pat
     assert counts[0] < counts[1] < counts[2]
 
 
-def test_videos_of_unequal_lengths_where_all_frames_have_one_size(
+def test_llava_videos_of_different_lengths(
     families: Callable[[str], Path],
 ) -> None:
-    """Hugging Face's own call takes only videos of equal length at once; features made one by one
-    are the oracle."""
+    """The oracle encodes the videos one by one: transformers takes only equal lengths at once."""
     folder = families("llava_onevision")
     engine = Engine.load(str(folder))
     hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -238,27 +241,27 @@ def test_videos_of_unequal_lengths_where_all_frames_have_one_size(
         videos=(picture(2, 3, 56, 56),),
         sampling=Sampling(16),
     )
-    fed = engine.checkpoint.preprocess(request)
-    assert fed.video_patches is not None
+    inputs = engine.checkpoint.preprocess(request)
+    assert inputs.video_patches is not None
     with torch.no_grad():
         features = [
-            hf.get_video_features(v[None]).pooler_output for v in fed.video_patches.split([6, 3])
+            hf.get_video_features(v[None]).pooler_output for v in inputs.video_patches.split([6, 3])
         ]
     seen = {"video": BaseModelOutputWithPooling(pooler_output=torch.cat(features, dim=1))}
     out = hf.generate(
-        input_ids=fed.ids,
-        attention_mask=torch.ones_like(fed.ids),
+        input_ids=inputs.ids,
+        attention_mask=torch.ones_like(inputs.ids),
         mm_encoder_outputs=seen,
         max_new_tokens=16,
         do_sample=False,
     )
     (result,) = engine.run([request], Draft("std"))
-    assert result.token_ids == out[0, fed.ids.shape[1] :].tolist()
+    assert result.token_ids == out[0, inputs.ids.shape[1] :].tolist()
 
 
-# ------------------------------------------------------------------------------------------ refused
+# -------------------------------------------------------------------------------------- unsupported
 
-REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+UNSUPPORTED: dict[str, tuple[PreTrainedConfig, str]] = {
     "sliding by layers": (Gemma2Config(), "layers of sliding_attention"),
     "sliding throughout": (MistralConfig(sliding_window=4096), "a sliding window of 4096 tokens"),
     "sliding above some layer": (
@@ -277,15 +280,16 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_driven_is_refused_from_its_configuration(case: str, tmp_path: Path) -> None:
-    config, why = REFUSED[case]
-    config.save_pretrained(
-        tmp_path
-    )  # nothing else lies there: neither tokenizer nor weights are asked for
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_architectures_are_found_from_the_configuration(
+    case: str, tmp_path: Path
+) -> None:
+    config, reason = UNSUPPORTED[case]
+    # the folder contains neither tokenizer nor weights
+    config.save_pretrained(tmp_path)
     with pytest.raises(ValueError) as caught:
         Checkpoint.load(str(tmp_path))
-    assert why in str(caught.value) and config.model_type in str(caught.value)
+    assert reason in str(caught.value) and config.model_type in str(caught.value)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -295,10 +299,9 @@ def test_what_cannot_be_driven_is_refused_from_its_configuration(case: str, tmp_
         LlamaConfig(),
         Qwen2Config(),
         MistralConfig(sliding_window=None),
-        MistralConfig(
-            sliding_window=8192, max_position_embeddings=8192
-        ),  # a window that cuts nothing off
+        # the window covers every context
+        MistralConfig(sliding_window=8192, max_position_embeddings=8192),
     ],
 )
-def test_what_can_be_driven_is_not(config: Any) -> None:
+def test_supported_configurations(config: Any) -> None:
     assert unsupported_reason(config, generation_class(config)) is None

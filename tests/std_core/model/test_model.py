@@ -41,7 +41,7 @@ FULL = {"layer_types": ["full_attention"] * 2}
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("make", "reason"),
     [
         (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **FULL)), "caps its attention scores"),
         (
@@ -55,11 +55,11 @@ FULL = {"layer_types": ["full_attention"] * 2}
     ],
 )
 def test_unsupported_attention_is_found_by_running_one_token(
-    make: Callable[[], torch.nn.Module], why: str
+    make: Callable[[], torch.nn.Module], reason: str
 ) -> None:
     hf: Any = make()
     before = hf.config._attn_implementation
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=reason):
         Model(hf)
     assert hf.config._attn_implementation == before
 
@@ -67,13 +67,13 @@ def test_unsupported_attention_is_found_by_running_one_token(
 def test_missing_weights_are_an_error(families: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(families("llama"), tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
-    gone = "model.layers.1.mlp.up_proj.weight"
+    missing = "model.layers.1.mlp.up_proj.weight"
     save_file(
-        {k: v for k, v in weights.items() if k != gone},
+        {k: v for k, v in weights.items() if k != missing},
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    with pytest.raises(ValueError, match=f"lacks 1 weights, {gone}"):
+    with pytest.raises(ValueError, match=f"lacks 1 weights, {missing}"):
         Engine.load(str(folder))
 
 
@@ -96,83 +96,83 @@ def test_unreadable_weights_are_an_error_of_one_line(
 
 
 @pytest.fixture(scope="module")
-def speaker(smollm2: Path) -> Engine:
+def smollm2_engine(smollm2: Path) -> Engine:
     return Engine.load(str(smollm2), max_num_seqs=2)
 
 
 @pytest.fixture(scope="module")
 def prose() -> str:
-    """About 490 tokens; with the chat template around it about 530."""
+    """About 490 tokens, 530 with the chat template."""
     return topics["exceptions"] + "\n\nWhat does this text say?"
 
 
 @pytest.fixture(scope="module")
-def said(speaker: Engine, smollm2: Path, prose: str) -> list[int]:
-    """What Hugging Face's own load of the file and its own `generate` write."""
+def expected(smollm2_engine: Engine, smollm2: Path, prose: str) -> list[int]:
+    """Tokens of `generate`, on transformers' own load of the file."""
     hf = LlamaForCausalLM.from_pretrained(
         smollm2.parent,
         gguf_file=smollm2.name,
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
     )
-    words = speaker.checkpoint.tokenizer
-    asked = words.apply_chat_template(
+    tokenizer = smollm2_engine.checkpoint.tokenizer
+    inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": prose}],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
     )
-    return hf.generate(**asked, max_new_tokens=24, do_sample=False)[
-        0, asked["input_ids"].shape[1] :
+    return hf.generate(**inputs, max_new_tokens=24, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
     ].tolist()
 
 
 @pytest.mark.parametrize(
     "draft", [None, Draft("std", k=64), Draft("ngram"), Draft("full", gamma=3)]
 )
-def test_smollm2_writes_what_generate_writes(
-    speaker: Engine, prose: str, said: list[int], draft: Draft | None
+def test_smollm2_tokens_equal_generates(
+    smollm2_engine: Engine, prose: str, expected: list[int], draft: Draft | None
 ) -> None:
     sampling = Sampling(24)
-    asked = [
+    requests = [
         Request("long", prose, sampling=sampling),
         Request("short", "What is the capital of France?"),
     ]
-    results = {r.request_id: r for r in speaker.run(asked, draft)}
-    assert results["long"].token_ids == said
+    results = {r.request_id: r for r in smollm2_engine.run(requests, draft)}
+    assert results["long"].token_ids == expected
     assert results["short"].text == "The capital of France is Paris."
     assert results["short"].finish_reason == "stop"
     if draft is not None and draft.policy == "full":
         assert [r.accepted for r in results.values()] == [r.proposed for r in results.values()]
 
 
-def test_a_gguf_files_rope_and_tied_head_survive(speaker: Engine) -> None:
-    hf = speaker.model.hf
+def test_a_gguf_file_keeps_rope_parameters_and_tied_head(smollm2_engine: Engine) -> None:
+    hf = smollm2_engine.model.hf
     assert hf.config.rope_parameters["rope_theta"] == 100_000
     assert hf.model.rotary_emb.inv_freq[1].item() == pytest.approx(100_000 ** (-2 / 64))
     assert hf.lm_head.weight.data_ptr() == hf.model.embed_tokens.weight.data_ptr()
-    assert speaker.checkpoint.max_model_len == 8192
+    assert smollm2_engine.checkpoint.max_model_len == 8192
 
 
-def test_a_generation_configs_own_stops_are_kept(
+def test_without_an_eos_id_the_engine_does_not_stop_either(
     families: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A configuration whose `generate` stops at no id of its own: neither does the engine."""
+    """A generation configuration without an EOS id: `generate` runs to its limit."""
     folder = shutil.copytree(families("llama"), tmp_path / "endless")
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"pad_token_id": 0}))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
     engine = Engine.load(str(folder))
-    fed = engine.checkpoint.preprocess(Request("a", "square"))
+    inputs = engine.checkpoint.preprocess(Request("a", "square"))
     hf = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     out = hf.generate(
-        input_ids=fed.ids,
-        attention_mask=torch.ones_like(fed.ids),
+        input_ids=inputs.ids,
+        attention_mask=torch.ones_like(inputs.ids),
         max_new_tokens=40,
         do_sample=False,
     )
     (result,) = engine.run(
         [Request("a", "square", sampling=Sampling(40))], Draft("random", keep=0.2)
     )
-    assert result.token_ids == out[0, fed.ids.shape[1] :].tolist()
+    assert result.token_ids == out[0, inputs.ids.shape[1] :].tolist()

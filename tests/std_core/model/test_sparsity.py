@@ -1,4 +1,4 @@
-"""Thresholds of activation sparsity."""
+"""Calibration of activation sparsity, and drafters that use it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from std_core.types import Draft, Request, Sampling
 
 
 class _Decoder(nn.Module):
-    """Two layers of two projections, of which one matters little."""
+    """Two layers of two projections of different sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,58 +30,56 @@ class _Decoder(nn.Module):
 
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.02, 1.0), st.integers(0, 2**31))
-def test_a_layer_reads_the_share_that_was_asked_for(keep: float, seed: int) -> None:
+def test_a_layer_reads_the_wanted_share_of_its_weights(keep: float, seed: int) -> None:
     decoder = _Decoder()
     rng = torch.Generator().manual_seed(seed)
-    seen = {name: torch.randn(200, 64, generator=rng) for name, _ in projections(decoder)}
-    found = calibrate_thresholds(decoder, seen, keep)
-    assert set(found) == set(seen)
+    inputs = {name: torch.randn(200, 64, generator=rng) for name, _ in projections(decoder)}
+    thresholds = calibrate_thresholds(decoder, inputs, keep)
+    assert set(thresholds) == set(inputs)
     for layer in ("0", "1"):
         read = total = 0.0
         for name, linear in projections(decoder):
             if name.split(".")[1] == layer:
-                share = float((sparsify(seen[name], found[name]) != 0).float().mean())
+                share = float((sparsify(inputs[name], thresholds[name]) != 0).float().mean())
                 read = read + share * linear.weight.numel()
                 total = total + linear.weight.numel()
         assert abs(read / total - keep) < 0.01
 
 
-def test_channels_are_given_up_where_that_costs_least() -> None:
-    """Inputs of one projection are mostly noise far below a few large channels: it can do without
-    most of them."""
+def test_channels_are_dropped_where_the_output_error_is_least() -> None:
+    """The inputs of one projection are small noise except in eight channels, so it keeps fewer."""
     decoder = _Decoder()
-    seen = {name: torch.randn(200, 64) for name, _ in projections(decoder)}
-    for name in seen:
+    inputs = {name: torch.randn(200, 64) for name, _ in projections(decoder)}
+    for name in inputs:
         if name.endswith("big"):
-            seen[name][:, 8:] *= 0.01
-    found = calibrate_thresholds(decoder, seen, 0.5)
-    share = {name: float((x.abs() > found[name]).float().mean()) for name, x in seen.items()}
+            inputs[name][:, 8:] *= 0.01
+    thresholds = calibrate_thresholds(decoder, inputs, 0.5)
+    share = {name: float((x.abs() > thresholds[name]).float().mean()) for name, x in inputs.items()}
     assert share["layers.0.big"] < 0.45 < 0.6 < share["layers.0.small"]
 
 
-def test_activations_are_recorded_and_the_model_stays_as_it_was(engine: Engine) -> None:
+def test_recording_inputs_and_building_a_drafter_leave_the_model_unchanged(engine: Engine) -> None:
     decoder = engine.model.decoder
-    with record_projection_inputs(decoder) as seen:
+    with record_projection_inputs(decoder) as inputs:
         decoder.layers[0].mlp(torch.randn(1, 3, 192))
     decoder.layers[0].mlp(torch.randn(1, 3, 192))
-    assert {name: x.shape[0] for name, x in seen.items()} == {
+    assert {name: x.shape[0] for name, x in inputs.items()} == {
         f"layers.0.mlp.{p}_proj": 3 for p in ("gate", "up", "down")
     }
     names = [name for name, _ in projections(decoder)]
-    cheap = build_drafter(
+    drafter = build_drafter(
         engine.model, Draft("full", channels=0.5, depth=0.4), dict.fromkeys(names, 0.1)
     )
     assert len(names) == 7 * 5 and [name for name, _ in projections(decoder)] == names
-    assert {id(p) for p in cheap.decoder.parameters()} <= {id(p) for p in decoder.parameters()}
+    assert {id(p) for p in drafter.decoder.parameters()} <= {id(p) for p in decoder.parameters()}
 
 
-def test_an_early_exit_leaves_channels_out_too(engine: Engine) -> None:
-    """Thresholds are known only when the first prompt has been read; no drafter is made before."""
+def test_an_early_exit_draft_can_have_sparse_channels(engine: Engine) -> None:
+    """Thresholds come from the first prompt's prefill, so the drafter is built after it."""
     draft = Draft("full", depth=0.5, channels=0.5)
     engine = replace(engine, draft_models=DraftModels(engine.model, engine.checkpoint))
     result = next(engine.run([Request("a", "Describe this.", sampling=Sampling(3))], draft))
-    made = [
-        m for m in engine.draft_models.get(draft).decoder.modules() if isinstance(m, SparseLinear)
-    ]
-    assert len(made) == 7 * engine.draft_models.get(draft).layers and result.error is None
+    drafter = engine.draft_models.get(draft)
+    sparse = [m for m in drafter.decoder.modules() if isinstance(m, SparseLinear)]
+    assert len(sparse) == 7 * drafter.layers and result.error is None
     assert result.weight_keep < engine.draft_models.weight_keep(Draft("full", depth=0.5))

@@ -45,7 +45,8 @@ for path, settings, requests, draft in pickle.load(open(work, "rb")):
         made = path, settings
     late = [None, *requests[:2], None, None, *requests[2:]]  # None: no request is available yet
     results = list(engine.run(late if rank == 0 else requests[::-1], draft))
-    done.append((results, engine.model.new_cache(1).key[0].shape[1], step_weight_bytes(engine.model)))
+    kv_heads = engine.model.new_cache(1).key[0].shape[1]
+    done.append((results, kv_heads, step_weight_bytes(engine.model)))
 pickle.dump(done, open(answers, "wb"))
 """
 SCHEDULE = GammaSchedule(((2, 0, 4, 5), (0, 3, 1, 2)), 0.6)

@@ -1,4 +1,4 @@
-"""A check by one token of how a model calls its attention, which its configuration may not state."""
+"""A check by running one token: how a model calls its attention may not be in its configuration."""
 
 from __future__ import annotations
 

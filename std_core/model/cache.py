@@ -305,8 +305,8 @@ def gather_draft_kv(
     Returns:
         The entries written per KV head.
     """
-    kept_key = gather_entries(prefix.key, kept.to(prefix.key.device))
-    kept_value = gather_entries(prefix.value, kept.to(prefix.value.device))
+    kept_key = gather_entries(prefix.key[0], kept.to(prefix.key.device))
+    kept_value = gather_entries(prefix.value[0], kept.to(prefix.value.device))
     draft.write_row(layer, row, 0, kept_key, value=kept_value)
     draft.write_row(layer, row, kept.shape[1], suffix.key[0], value=suffix.value[0])
     return kept.shape[1] + suffix.key.shape[2]

@@ -83,7 +83,9 @@ def test_it_is_rejected_at_times_if_verified_entries_do_not_replace_drafted_ones
     engine: Engine, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class WithoutMirror(cache.DecodeStep):
-        def __init__(self, suffix: cache.KVCache, lengths: torch.Tensor, *rest: object, **_: object):
+        def __init__(
+            self, suffix: cache.KVCache, lengths: torch.Tensor, *rest: object, **_: object
+        ):
             super().__init__(suffix, lengths, *rest[:2])  # type: ignore[arg-type]
 
     monkeypatch.setattr(round, "DecodeStep", WithoutMirror)

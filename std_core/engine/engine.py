@@ -16,7 +16,7 @@ from std_core.engine.draft_models import DraftModels
 from std_core.engine.prefixes import PrefixStore
 from std_core.model.checkpoint import Checkpoint, ModelInputs
 from std_core.model.model import Model
-from std_core.model.tp_group import SINGLE_RANK, join_group, unshardable_reason
+from std_core.model.tensor_parallel import SINGLE_RANK, join_group, unshardable_reason
 from std_core.types import Counters, Draft, GammaSchedule, Mode, Request, Result
 
 

@@ -61,10 +61,13 @@ def parse_flags(
 ) -> Record:
     """An instance of a dataclass from a command line.
 
-    Args: argv: the words after the script's name. prog: the script's name, for `--help` and error
-        messages. description: text at the top of `--help`; paragraphs are kept as they are.
-        required: fields that must be given. without: fields for which there is no flag. defaults:
-        values that outrank the fields' own defaults, from the flags' texts as they were given.
+    Args:
+        argv: the words after the script's name.
+        prog: the script's name, for `--help` and error messages.
+        description: text at the top of `--help`, printed as it is.
+        required: fields that must be given.
+        without: fields for which there is no flag.
+        defaults: values that outrank the fields' own defaults, from the texts of the given flags.
         extra: flags that only `defaults` reads.
 
     Raises:

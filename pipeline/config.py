@@ -239,8 +239,8 @@ def parse_job(
         without: fields for which this script has no flag.
         required: fields that must be given.
 
-    Raises: UsageError: an unknown flag, a wrong type or value, an unreadable file; one sentence
-        that names it.
+    Raises:
+        UsageError: an unknown flag, a wrong type or value, an unreadable file.
     """
     known = field_names(Job, without)
 

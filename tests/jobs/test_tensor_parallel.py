@@ -83,8 +83,8 @@ def test_two_ranks_write_what_one_does_and_when_one_dies_another_engine_takes_th
             "--tensor-parallel-size is 4: the model's 2 KV heads and 6 query heads",
         ),
         (["--tensor-parallel-size=0"], "--tensor-parallel-size is 0: at least 1"),
-        (["--tensor-parallel-size=2", "--pipeline-parallel-size=2"], "do not go together"),
-        (["--tensor-parallel-size=3", "--strict=9"], "--strict goes with 2 at most"),
+        (["--tensor-parallel-size=2", "--pipeline-parallel-size=2"], "cannot be combined"),
+        (["--tensor-parallel-size=3", "--strict=9"], "--strict allows 2 at most"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

@@ -1,8 +1,7 @@
 """An engine's device memory, by purpose, for slots × the longest request of a wave.
 
 The figures are sizes of tensors; `jobs/benchmark.py --suite memory` compares them with measured
-ones. Not included: what the host holds of requests (frames, patches), and what an allocator keeps
-in reserve.
+ones. Not included: host memory of requests (frames, patches) and the allocator's reserve.
 
 Three things depend on the kind of device, `cpu` or `cuda`: on a CPU, KV selection stores attention
 scores, sparse input channels are read from a second copy of the weights, and rounds are not
@@ -114,7 +113,7 @@ def memory_breakdown(
 
 
 def peak_memory(breakdown: Mapping[str, float]) -> float:
-    """Return the peak in bytes: what is permanent and the largest of what alternates."""
+    """Return the peak in bytes: the permanent purposes plus the largest of the alternating ones."""
     alternating = max(
         breakdown["prefill"],
         breakdown["vision"],

@@ -173,7 +173,7 @@ class RetrievalScore:
 
 @dataclass(frozen=True)
 class CalibratedDraft:
-    """A draft and what was measured of it. Its γ is not meant: the planner chooses γ.
+    """A draft and its measurements. The planner chooses γ, so the draft's own is ignored.
 
     Args:
         latency: of one draft step.

@@ -10,7 +10,7 @@ from std_core.model.families import sliding_window_of
 
 
 class AttentionTrace:
-    """Takes the place of a KV cache for one token, and records what its calls ask for.
+    """Replaces a KV cache for one token, and records how the model calls attention.
 
     With a single token, attention returns the token's own value, so no cache is needed.
     """

@@ -190,7 +190,8 @@ def _draft_weight_bytes(size: ModelSize, draft: Draft | None, device_kind: str) 
     """Return the bytes of a draft's own copy of the weights.
 
     Low-bit drafts have packed projections and an 8-bit head. Sparse input channels need a
-    transposed copy of the projections on a CPU. The experts' weights are not copied.
+    transposed copy of the projections on a CPU; it is counted for every CPU, though it is only made
+    where the C++ kernel runs (AVX-512). The experts' weights are not copied.
     """
     if draft is None:
         return 0.0

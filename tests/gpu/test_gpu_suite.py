@@ -1,5 +1,7 @@
-"""The checks of the suite `gpu`, under pytest: compiled kernels and captured rounds. The suite itself
-also runs where pytest is not installed."""
+"""The checks of the suite `gpu`, under pytest: compiled kernels and captured rounds.
+
+The suite itself also runs where pytest is not installed.
+"""
 
 from __future__ import annotations
 

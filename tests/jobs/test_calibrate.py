@@ -54,7 +54,7 @@ def calibrated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
     """A plan's text and its JSON; of one that is refused the sentence."""
-    assert main(list(words), "plan.py", dry=True) == code
+    assert main(list(words), "plan.py", plan_only=True) == code
     captured = capsys.readouterr()
     if code:
         return captured.err
@@ -185,7 +185,7 @@ def test_without_verification_a_draft_needs_a_retrieval_test_that_it_passed(
 ) -> None:
     content = json.loads(calibrated.read_text())
     words = ["--input", str(archive), "--model", str(tiny_model), "--mode", "sparse"]
-    assert main(words, "plan.py", dry=True) == 0
+    assert main(words, "plan.py", plan_only=True) == 0
     assert "nothing shows that its texts hold what is asked for" in capsys.readouterr().err
     assert "holds no retrieval test of this draft" in plan(
         capsys, *words, "--profile", str(calibrated), code=2
@@ -220,7 +220,10 @@ def test_where_nothing_fits_a_plan_says_what_would_help(
     ("words", "said"),
     [
         (["--output", ""], "--output is missing"),
-        (["--output", "x", "--dtype", "int3"], "--dtype is 'int3'"),
+        (
+            ["--output", "x", "--dtype", "int3"],
+            "'--dtype': 'int3' is not one of 'float32', 'bfloat16'",
+        ),
         (["--output", "x", "--contexts", "a,b"], "--contexts is 'a,b'"),
         (["--output", "x", "--drafts", "nothing"], "--draft 'nothing'"),
         (["--output", "x", "--device", "cuda"], "this machine has none"),

@@ -51,12 +51,22 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         "PATH": f"{RAY.parent}{os.pathsep}{names['PATH']}",
     }  # as in an activated environment
     environment = names | {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}", "OMP_NUM_THREADS": "1"}
+    options = {
+        "port": port,
+        "dashboard-port": dashboard,
+        "dashboard-agent-listen-port": free_port(),
+        "ray-client-server-port": free_port(),
+        "num-cpus": 2,
+        "temp-dir": folder,
+        "object-store-memory": 200_000_000,
+    }
     start = subprocess.Popen(
-        [str(RAY), "start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2",
-         f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}",
-         f"--temp-dir={folder}", "--object-store-memory=200000000", "--disable-usage-stats"],
-        env=names, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [str(RAY), "start", "--head", "--block", "--disable-usage-stats"]
+        + [f"--{name}={value}" for name, value in options.items()],
+        env=names,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         yield environment
     finally:

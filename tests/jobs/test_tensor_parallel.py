@@ -59,15 +59,15 @@ def test_two_ranks_write_what_one_does_and_when_one_dies_another_engine_takes_th
     run: Any, of_one: dict[str, str], monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
     killed: list[psutil.Process] = []
-    answered = job_module._Recorder.answered
+    completed = job_module._Recorder.completed
 
-    def kill_one(self: Any, answer: CompletedRequest) -> None:
+    def kill_one(self: Any, request: CompletedRequest) -> None:
         if not killed:
             killed.append(engines()[which])
             killed[0].kill()
-        answered(self, answer)
+        completed(self, request)
 
-    monkeypatch.setattr(job_module._Recorder, "answered", kill_one)
+    monkeypatch.setattr(job_module._Recorder, "completed", kill_one)
     texts = run("--tensor-parallel-size=2")
     assert killed and len(of_one) == 6 and all(of_one.values())
     assert texts == of_one

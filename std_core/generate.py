@@ -29,7 +29,7 @@ def sparse_to_dense(model: Any, draft: Draft | None = None, **settings: int) -> 
         model: any supported Hugging Face Video-LLM or text model. Its own `generate` keeps working.
         draft: how tokens are drafted; if not given, from the top K entries by the question's
             attention (Sparse-to-Dense §3.2).
-        settings: fields of `Engine`: `max_num_seqs`, `prefill_chunk`, `seed`, `strict`.
+        settings: fields of `Engine`: `max_num_seqs`, `prefill_chunk`, `strict`.
 
     Raises:
         ValueError: the model's architecture is not supported.

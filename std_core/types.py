@@ -94,7 +94,7 @@ class Sampling:
         temperature: 0 is greedy.
         top_p, top_k, repetition_penalty: as in transformers' processors of these names.
         seed: makes the text a function of model, request and seed alone; None: every run samples
-            another text.
+            another text, and `torch.manual_seed` before the run repeats it.
         stop: texts at whose first occurrence the output ends; they are not part of it.
         stop_token_ids: ids that end the output, in addition to the checkpoint's own.
 

@@ -28,8 +28,12 @@ EngineLoader = Callable[..., Any]
 
 def load_engine(path: str, **settings: Any) -> Any:
     """`std_core.engine.engine.Engine.load`, imported in the actor: the driver needs no PyTorch."""
+    import torch
+
     from std_core.engine.engine import Engine
 
+    # a new process has torch's constant seed: without this all engines would draw the same numbers
+    torch.seed()
     return Engine.load(path, **settings)
 
 

@@ -33,6 +33,11 @@ class ResolvedSampling:
     sample: bool  # else greedy
     seed: int | None
 
+    @property
+    def unseeded(self) -> bool:
+        """Whether its tokens are drawn without a seed."""
+        return self.sample and self.seed is None
+
 
 def resolve_sampling(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> ResolvedSampling:
     """Combine a request's sampling with the checkpoint's generation configuration.
@@ -138,7 +143,7 @@ class SamplingState:
         device = generator.device
         seeds = [s.seed if s is not None else None for s in samplings]
         seeded = [seed is not None for seed in seeds]
-        unseeded = [s is not None and s.sample and s.seed is None for s in samplings]
+        unseeded = [s is not None and s.unseeded for s in samplings]
         return cls(
             seeds=torch.tensor([seed or 0 for seed in seeds]).to(device),
             seeded=torch.tensor(seeded).to(device),

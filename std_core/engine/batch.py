@@ -92,7 +92,7 @@ class Batch:
     def _empty_slots(self) -> Slots:
         context = self.context
         count = context.max_num_seqs
-        generator = torch.Generator(self.model.device).manual_seed(context.seed)
+        generator = torch.Generator(self.model.device)  # `Prefill` seeds it
         slots = Slots.empty(self.model, count, generator, context.strict)
         slots.prefix = context.prefixes.cache
         slots.view = view_of(self.draft)

@@ -22,5 +22,4 @@ class EngineContext:
     counters: Counters
     max_num_seqs: int
     prefill_chunk: int
-    seed: int
     strict: int

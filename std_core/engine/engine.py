@@ -27,7 +27,6 @@ class Engine:
     Args:
         max_num_seqs: slots, rows that decode together.
         prefill_chunk: most tokens of a prompt that one forward pass prefills.
-        seed: of sampling by requests that have no seed of their own.
         strict: tokens per row to which every verification is padded; γ must be less. The output
             then has the same bits whatever drafts, at any γ below it, and whichever rows share the
             batch, in bfloat16 too: those of the dense loop with the same slots and `strict`. 0: no
@@ -46,7 +45,6 @@ class Engine:
     checkpoint: Checkpoint
     max_num_seqs: int = 8
     prefill_chunk: int = 2048
-    seed: int = 0
     strict: int = 0
     keep_prefixes: bool = False
     counters: Counters = field(default_factory=Counters)
@@ -136,6 +134,9 @@ class Engine:
                 given.
             mode: `sparse` outputs what is drafted, without verification: lossy.
 
+        Rows that sample without a seed draw from a generator of the run's own, which is seeded by
+        a draw from torch's default one: every run is different, and `torch.manual_seed` repeats it.
+
         Raises:
             ValueError: the draft does not go with this model or mode, or a gamma schedule exceeds
                 its γ.
@@ -158,7 +159,6 @@ class Engine:
             counters=self.counters,
             max_num_seqs=self.max_num_seqs,
             prefill_chunk=self.prefill_chunk,
-            seed=self.seed,
             strict=self.strict,
         )
         return Batch(context, draft, prepare or self.checkpoint.preprocess, mode)

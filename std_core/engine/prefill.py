@@ -87,6 +87,7 @@ class Prefill:
         self.draft_view = DraftViewBuilder(context, slots, draft)
         # entries of layers behind an early exit are not read
         self.layer_share = 1.0
+        self.generator_is_seeded = False
         if draft is not None and slots.view != "draft_model":
             self.layer_share = draft_layers(draft, self.model.layers) / self.model.layers
 
@@ -109,6 +110,8 @@ class Prefill:
         max_tokens = min(request.sampling.max_tokens, max_model_len - prompt.length)
         self._reserve(prompt, max_tokens)
         sampling = resolve_sampling(self.model.hf, request.sampling, prompt.ids)
+        if sampling.unseeded:
+            self._seed_generator()
         prefix = PrefixPrefill()
         if prompt.prefix_length:
             prefix = yield from self._prefix(prompt)
@@ -135,6 +138,18 @@ class Prefill:
             draft_kv=view.draft_kv,
             token_ids=[first_token],
         )
+
+    def _seed_generator(self) -> None:
+        """Seed the run's generator, once, by a draw from the default one of the model's device.
+
+        Greedy and seeded rows do not call it: they leave torch's generators as they are.
+        """
+        if self.generator_is_seeded:
+            return
+        seed = torch.randint(2**63 - 1, (1,), device=self.model.device)
+        # the ranks' default generators differ, but all ranks have to draw the same tokens
+        self.slots.generator.manual_seed(int(self.model.tp_group.broadcast(seed)))
+        self.generator_is_seeded = True
 
     def _reserve(self, prompt: Prompt, max_tokens: int) -> None:
         """Make room for all entries that a row may ever write, if rounds make none themselves."""

@@ -140,6 +140,24 @@ def test_sampling_arguments_are_applied(
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+def test_unseeded_sampling_is_governed_by_manual_seed(
+    hf: Any, families: Callable[[str], Path], name: str
+) -> None:
+    fast = sparse_to_dense(hf)
+    ids = torch.tensor(
+        Checkpoint.load(str(families(name))).tokenizer(["a red square moves up"])["input_ids"]
+    )
+
+    def sampled() -> list[int]:
+        return fast.generate(ids, do_sample=True, max_new_tokens=16)[0].tolist()
+
+    torch.manual_seed(0)
+    texts = [sampled() for _ in range(3)]
+    assert len(set(map(tuple, texts))) == 3
+    torch.manual_seed(0)
+    assert [sampled() for _ in range(3)] == texts
+
+
 def test_unsupported_arguments_are_refused(hf: Any, batch: dict[str, Any], name: str) -> None:
     fast = sparse_to_dense(hf)
     with pytest.raises(ValueError, match="max_new_tokens is missing"):

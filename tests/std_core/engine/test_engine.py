@@ -395,6 +395,43 @@ def test_greedy_seeded_and_unseeded_rows_share_a_batch(
         assert tokens["r2"] == alone["r2"]
 
 
+@pytest.mark.parametrize("draft", [None, Draft("std", k=3, gamma=3), Draft("ngram")])
+def test_unseeded_draws_are_new_in_every_run_and_repeat_after_manual_seed(
+    engine: Engine, requests: list[Request], draft: Draft | None
+) -> None:
+    """As those of `generate`, whose sampling uses torch's default generator."""
+    sampled = [replace(r, sampling=Sampling(12, temperature=1.0)) for r in requests[:2]]
+    torch.manual_seed(3)
+    runs = [tokens_by_id(engine.run(sampled, draft)) for _ in range(3)]
+    for request in sampled:
+        assert len({tuple(tokens[request.request_id]) for tokens in runs}) == 3
+    torch.manual_seed(3)
+    assert [tokens_by_id(engine.run(sampled, draft)) for _ in range(3)] == runs
+    torch.manual_seed(4)
+    assert tokens_by_id(engine.run(sampled, draft)) not in runs
+
+
+def test_two_runs_have_independent_noise(engine: Engine) -> None:
+    """Not one stream of numbers at two places either."""
+    noises = []
+    for _ in range(2):
+        batch = engine.new_batch(None)
+        batch.admit(Request("0", "a", sampling=Sampling(2, temperature=1.0)), 0)
+        noises.append(torch.rand(4000, generator=batch.slots.generator))
+    assert not set(noises[0].tolist()) & set(noises[1].tolist()[:100])
+    correlation = torch.corrcoef(torch.stack(noises))[0, 1]
+    assert abs(float(correlation)) < 5 / 4000**0.5
+
+
+def test_greedy_and_seeded_runs_leave_torchs_generator_alone(
+    engine: Engine, requests: list[Request]
+) -> None:
+    before = torch.get_rng_state()
+    seeded = replace(requests[1], sampling=Sampling(6, temperature=1.0, seed=5))
+    list(engine.run([requests[0], seeded], Draft()))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, {"min_tokens": 12}])
 def test_logits_processors_are_applied_as_in_generate(
     engine: Engine, requests: list[Request], generate: Generate, settings: dict[str, Any]

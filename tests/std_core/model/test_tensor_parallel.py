@@ -38,6 +38,7 @@ from std_core.model.drafters import step_weight_bytes
 from std_core.engine.engine import Engine
 rank, address, work, answers = int(sys.argv[1]), *sys.argv[2:]
 torch.set_num_threads(1)
+torch.manual_seed(rank)  # processes of their own have generators of their own
 done = []
 for path, settings, requests, draft in pickle.load(open(work, "rb")):
     if not done or made != (path, settings):
@@ -123,7 +124,7 @@ def answers(
     fresh = [replace(r, sampling=Sampling(8, temperature=1.0)) for r in clips]
     strict = slots | {"dtype": "bfloat16", "strict": 9}
     cases = {name: Case(path, slots, clips, draft) for name, draft in DRAFTS.items()}
-    cases["fresh"] = Case(path, slots, fresh, DRAFTS["std"])
+    cases["fresh"] = cases["fresh_again"] = Case(path, slots, fresh, DRAFTS["std"])
     cases["strict"] = Case(path, strict, clips, None)
     cases["strict_std"] = Case(path, strict, clips[::-1], Draft("random", k=2, gamma=8))
     cases["qwen3_vl"] = Case(str(families("qwen3_vl")), slots, clips[:2], DRAFTS["specvlm"])
@@ -193,6 +194,8 @@ def test_sampling_without_a_seed_is_the_same_on_all_ranks(
     first, second = answers["fresh"]
     assert first.tokens == second.tokens
     assert all(len(tokens) > 1 for tokens in first.tokens.values())
+    again, _ = answers["fresh_again"]
+    assert again.tokens != first.tokens
 
 
 def test_all_ranks_follow_rank_0s_gamma_schedule(

@@ -5,6 +5,7 @@ For notebooks, and for code that has loaded a Hugging Face model itself.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,29 +13,42 @@ from itertools import islice
 from typing import Any
 
 import torch
+import transformers
 
 from std_core.engine.engine import Engine
 from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
+from std_core.model.positions import PositionRule, reference_positions, transformers_positions
 from std_core.types import Draft, Request, Result, Sampling
+
+logger = logging.getLogger(__name__)
 
 IMAGE = 1  # in `mm_token_type_ids`; text is 0
 VIDEO = 2
 
 
-def sparse_to_dense(model: Any, draft: Draft | None = None, **settings: int) -> SparseToDense:
+def sparse_to_dense(
+    model: Any,
+    draft: Draft | None = None,
+    positions: PositionRule = "transformers",
+    **settings: int,
+) -> SparseToDense:
     """Wrap a loaded model in a faster `generate` that returns the same tokens.
 
     Args:
         model: any supported Hugging Face Video-LLM or text model. Its own `generate` keeps working.
         draft: how tokens are drafted; if not given, from the top K entries by the question's
             attention (Sparse-to-Dense §3.2).
+        positions: where the text behind a video continues. The default gives the tokens of the
+            installed transformers' `generate`; `reference` the positions that Qwen2-VL and
+            Qwen2.5-VL were trained with, and the tokens of vLLM (`std_core.model.positions`). Where
+            they differ, a warning is logged once.
         settings: fields of `Engine`: `max_num_seqs`, `prefill_chunk`, `strict`.
 
     Raises:
         ValueError: the model's architecture is not supported.
     """
-    return SparseToDense(model, draft or Draft(), **settings)
+    return SparseToDense(model, draft or Draft(), positions, **settings)
 
 
 class SparseToDense:
@@ -44,11 +58,12 @@ class SparseToDense:
     of the KV entries that the draft read, times.
     """
 
-    def __init__(self, hf: Any, draft: Draft, **settings: int):
+    def __init__(self, hf: Any, draft: Draft, positions: PositionRule, **settings: int):
         self.hf = hf
         self.draft = draft
         self.results = list[Result]()
-        model = Model(hf)
+        model = Model(hf, position_rule=positions)
+        self._warns_of_positions = positions == "transformers" and model.mrope is not None
         window = int(hf.config.get_text_config().max_position_embeddings)
         self._engine = Engine(model, _NoCheckpoint(window), **settings)  # type: ignore[arg-type]
         model.restore_attention()
@@ -109,6 +124,7 @@ class SparseToDense:
             repetition_penalty=repetition_penalty,
         )
         rows = list(_split_rows(self.hf.config, input_ids, mask, visual_inputs))
+        self._warn_of_positions(rows)
         self.results = self._run(rows, sampling, seed)
         pad = defaults.pad_token_id if pad_token_id is None else pad_token_id
         return self._padded(input_ids, pad)
@@ -119,6 +135,23 @@ class SparseToDense:
             raise ValueError(
                 f"{longest} tokens of prompt and max_new_tokens = {max_tokens}: the window holds"
                 f" {window}"
+            )
+
+    def _warn_of_positions(self, rows: list[ModelInputs]) -> None:
+        """Log once that transformers' positions are not those that the model was trained with."""
+        mrope = self._engine.model.mrope
+        for inputs in rows:
+            if not self._warns_of_positions or mrope is None or not len(inputs.visual_positions):
+                continue
+            reference = reference_positions(inputs, mrope)
+            if torch.equal(reference, transformers_positions(self.hf, inputs).cpu()):
+                continue
+            self._warns_of_positions = False
+            logger.warning(
+                "transformers %s places the text behind a video at other positions than the model"
+                " was trained with; its generate and this one answer worse than the model can:"
+                ' sparse_to_dense(model, positions="reference") uses the right ones',
+                transformers.__version__,
             )
 
     def _run(self, rows: list[ModelInputs], sampling: Sampling, seed: int | None) -> list[Result]:

@@ -15,7 +15,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TE
 from std_core.cost_model.memory import VISION_CHUNK
 from std_core.types import Geometry
 
-# transformers' `mm_token_type_ids` of visual tokens; 0 is text.
+# transformers' `mm_token_type_ids`
+TEXT = 0
 IMAGE = 1
 VIDEO = 2
 

@@ -1,8 +1,9 @@
 """An unmodified Hugging Face model, driven with our own KV caches.
 
-`AttentionInterface` replaces the text stack's attention. The vision tower, the merging of
-placeholders and the M-RoPE index stay transformers' own. Positions are always passed explicitly,
-since `rope_deltas`, which the model keeps, is stale as soon as requests interleave.
+`AttentionInterface` replaces the text stack's attention. The vision tower stays transformers' own.
+Positions are always passed explicitly: by the rule that the checkpoint was trained with
+(`positions`), and because `rope_deltas`, which the model keeps, is stale as soon as requests
+interleave.
 """
 
 from __future__ import annotations
@@ -27,6 +28,14 @@ from std_core.model.families import (
     generation_class,
     has_vision_tower,
     unsupported_reason,
+)
+from std_core.model.positions import (
+    MRope,
+    PositionRule,
+    reference_positions,
+    rule_of,
+    text_positions,
+    transformers_positions,
 )
 from std_core.model.tensor_parallel import (
     SINGLE_RANK,
@@ -79,17 +88,29 @@ class Model:
         feature_levels: features per visual token: the last layer's, and one per DeepStack level.
         layer_devices: of each layer.
         tp_group: the ranks that share the model.
+        position_rule, mrope: how M-RoPE's positions are computed; None without M-RoPE.
 
     Raises:
         ValueError: the architecture is not supported. What its configuration does not state is
             found by running one token.
     """
 
-    def __init__(self, hf: Any, tp_group: TensorParallelGroup = SINGLE_RANK):
+    def __init__(
+        self,
+        hf: Any,
+        tp_group: TensorParallelGroup = SINGLE_RANK,
+        position_rule: PositionRule | None = None,
+    ):
+        """
+        Args:
+            position_rule: of M-RoPE; if not given, that of the configuration.
+        """
         text = hf.config.get_text_config()
         name = f"model of type {hf.config.model_type}"
         if reason := unsupported_reason(hf.config, type(hf)):
             raise ValueError(f"{name} {reason}")
+        self.position_rule = position_rule or rule_of(hf.config)
+        self.mrope = MRope.of(hf.config)
         self.has_vision_tower = has_vision_tower(hf.config)
         self._original_attention = _attention_names(hf.config)
         self._our_attention = {"": ATTENTION}
@@ -248,19 +269,20 @@ class Model:
         """Compute a prompt's positions.
 
         Returns:
-            Positions (1 or 3, 1, n), and that of the first generated token: as in `generate`, one
-            past the last token's position, which with M-RoPE need not be the largest.
+            Positions (1 or 3, 1, n), and that of the first generated token, which continues as
+            text does.
+
+        Raises:
+            RequestError: `placeholder_mismatch`, as in `reference_positions`.
         """
-        if len(inputs.visual_positions) and hasattr(self.hf.model, "get_rope_index"):
-            positions, _ = self.hf.model.get_rope_index(
-                inputs.ids,
-                mm_token_type_ids=inputs.token_types,
-                image_grid_thw=inputs.image_grid,
-                video_grid_thw=inputs.video_grid,
-                second_per_grid_ts=inputs.second_per_grid,
-            )
-        else:
-            positions = torch.arange(inputs.ids.shape[1])[None, None]
+        if self.mrope is None or not len(inputs.visual_positions):
+            positions = text_positions(inputs.ids.shape[1])
+            return positions.to(self.device), inputs.ids.shape[1]
+        if self.position_rule == "reference":
+            positions = reference_positions(inputs, self.mrope)
+            return positions.to(self.device), int(positions.max()) + 1
+        positions = transformers_positions(self.hf, inputs)
+        # as in `generate`: behind the last token's position, which need not be the largest
         return positions.to(self.device), int(positions[..., -1].max()) + 1
 
     def embed(

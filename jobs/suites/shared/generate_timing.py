@@ -96,7 +96,7 @@ def _generate(
     max_tokens: int,
     **options: Any,
 ) -> GenerateTimes:
-    batch = reference.hf_batch(model.hf, prompts)
+    batch = reference.hf_batch(model, prompts)
     model.restore_attention()
     try:
         timer.watch.reset()

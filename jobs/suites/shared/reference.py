@@ -24,7 +24,8 @@ def generate(model: Model, inputs: ModelInputs, sampling: Sampling) -> list[int]
         "repetition_penalty": sampling.repetition_penalty,
         "eos_token_id": [*_eos_token_ids(model.hf), *sampling.stop_token_ids] or None,
     }
-    (tokens,) = _greedy_generate(model, hf_inputs(model.hf, inputs), **_without_none(options))
+    batch = hf_inputs(model.hf, inputs) | hf_positions(model, [inputs])
+    (tokens,) = _greedy_generate(model, batch, **_without_none(options))
     return tokens
 
 
@@ -32,10 +33,11 @@ def generate_batch(
     model: Model, prompts: Sequence[ModelInputs], max_tokens: int
 ) -> list[list[int]]:
     """New tokens of a greedy `hf.generate` for a batch of prompts of one length."""
-    return _greedy_generate(model, hf_batch(model.hf, prompts), max_new_tokens=max_tokens)
+    return _greedy_generate(model, hf_batch(model, prompts), max_new_tokens=max_tokens)
 
 
 def _greedy_generate(model: Model, batch: dict[str, Any], **options: Any) -> list[list[int]]:
+    """`batch` with the model's positions; see `hf_positions`."""
     prompt_ids = batch["input_ids"]
     model.restore_attention()
     try:
@@ -70,10 +72,24 @@ def hf_inputs(hf: Any, inputs: ModelInputs) -> dict[str, Any]:
     return {"input_ids": inputs.ids} | _without_none(visual)
 
 
-def hf_batch(hf: Any, prompts: Sequence[ModelInputs]) -> dict[str, Any]:
+def hf_batch(model: Model, prompts: Sequence[ModelInputs]) -> dict[str, Any]:
     """Keyword arguments for prompts of one length; of a Video-LLM, each with one video."""
-    each = [hf_inputs(hf, inputs) for inputs in prompts]
-    return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    each = [hf_inputs(model.hf, inputs) for inputs in prompts]
+    batch = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    return batch | hf_positions(model, prompts)
+
+
+def hf_positions(model: Model, prompts: Sequence[ModelInputs]) -> dict[str, torch.Tensor]:
+    """`position_ids` that make Hugging Face's model continue text as `model.position_rule` says.
+
+    (4, B, n): the numbers of the tokens, which build its mask, and M-RoPE's three axes. Nothing for
+    a model without M-RoPE and for prompts of text.
+    """
+    if model.mrope is None or not any(len(inputs.visual_positions) for inputs in prompts):
+        return {}
+    visual = torch.cat([model.position_ids(inputs)[0] for inputs in prompts], dim=1)
+    text = torch.arange(visual.shape[-1]).expand(1, len(prompts), -1)
+    return {"position_ids": torch.cat([text, visual.expand(3, -1, -1)])}
 
 
 def _llava_videos(hf: Any, inputs: ModelInputs) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from jobs.suites.shared import tiny_models
+from jobs.suites.shared import reference, tiny_models
 from pipeline.records import FrameOptions, VideoInfo
 from pipeline.video.frame_plan import plan_frames
 from std_core.engine.engine import Engine
@@ -99,10 +99,7 @@ def hf(name: str, families: Callable[[str], Path]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(name: str, engine: Engine, hf: Any) -> dict[str, list[int]]:
-    return {
-        r.request_id: generate(hf, processor_output(name, engine.checkpoint, r), r)
-        for r in requests_of(name)
-    }
+    return {r.request_id: generate(hf, engine, r) for r in requests_of(name)}
 
 
 def processor_output(name: str, checkpoint: Checkpoint, request: Request) -> dict[str, Any]:
@@ -130,7 +127,10 @@ def processor_output(name: str, checkpoint: Checkpoint, request: Request) -> dic
     return {k: v for k, v in out.items() if k != "video_metadata"}
 
 
-def generate(hf: Any, inputs: dict[str, Any], request: Request) -> list[int]:
+def generate(hf: Any, engine: Engine, request: Request) -> list[int]:
+    """New tokens of Hugging Face's `generate`, with the positions of the engine's rule."""
+    inputs = processor_output(hf.config.model_type, engine.checkpoint, request)
+    inputs |= reference.hf_positions(engine.model, [engine.checkpoint.preprocess(request)])
     out = hf.generate(**inputs, max_new_tokens=request.sampling.max_tokens, do_sample=False)
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
@@ -185,10 +185,7 @@ def test_questions_on_one_video_share_its_prefix(name: str, engine: Engine, hf: 
     ]
     sharing = replace(engine, counters=Counters())
     results = {r.request_id: r.token_ids for r in sharing.run(requests, Draft("random", keep=0.3))}
-    assert results == {
-        r.request_id: generate(hf, processor_output(name, engine.checkpoint, r), r)
-        for r in requests
-    }
+    assert results == {r.request_id: generate(hf, engine, r) for r in requests}
     assert (sharing.counters.vision_passes, sharing.counters.prefix_prefills) == (1, 1)
 
 

@@ -6,6 +6,7 @@ Filled by: the caller (`Request`, `Sampling`, `Draft`), the plan (`GammaSchedule
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -22,6 +23,9 @@ FinishReason = Literal["stop", "length", "error"]
 WEIGHT_BITS = {"int8": 8, "int4": 4}
 # rounds that have drafted, below which their acceptance is not used
 MIN_DRAFTED_ROUNDS = 3
+# seeds are held in signed 64-bit tensors
+MIN_SEED = -(2**63)
+MAX_SEED = 2**63 - 1
 # SnapKV: the prompt's last tokens, by whose attention entries are selected (Crossover §4.1)
 OBSERVATION_WINDOW = 64
 
@@ -118,12 +122,20 @@ class Sampling:
             if value is not None and value < minimum:
                 expected = "at least 1" if minimum else "0 or more"
                 raise ValueError(f"{name} is {value}: {expected} is needed")
-        if self.temperature is not None and not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}: 0 (greedy) or above is needed")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature is {self.temperature}: a number of 0 (greedy) or above is needed"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: above 0 and at most 1 is needed")
-        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: above 0 is needed")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}: a number above 0 is needed"
+            )
+        if self.seed is not None and not MIN_SEED <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed is {self.seed}: a signed 64-bit integer is needed")
+        if "" in self.stop:
+            raise ValueError("stop has an empty text, which every output contains")
 
 
 @dataclass(frozen=True)

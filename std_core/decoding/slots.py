@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -13,6 +13,7 @@ from std_core.decoding.token_sampling import ResolvedSampling, SamplingState, pr
 from std_core.kernels.shared.segments import PrefixGroups
 from std_core.model.cache import DecodeStep, KVCache
 from std_core.model.model import Model
+from std_core.types import RequestError
 
 # The caches that a draft reads: those of the full model (the target), the draft cache with selected
 # entries of the target, or the draft cache with a second model's entries.
@@ -43,6 +44,7 @@ class Slots:
         stop_ids: (B, n), padded with -1.
         strict: tokens per row to which every verification is padded; 0 does not pad.
         logits_processors: the rows' processors as tensors; None if a row has an unsupported one.
+        row_errors: by row, what its logits processors have raised since it was admitted.
         headroom: entries behind a row's maximal length that were reserved at its admission. 0: each
             round reserves the room it needs, which waits for the device.
     """
@@ -68,6 +70,7 @@ class Slots:
     strict: int = 0
     logits_processors: LogitsProcessors | None = None
     headroom: int = 0
+    row_errors: dict[int, RequestError] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, model: Model, count: int, generator: torch.Generator, strict: int = 0) -> Slots:
@@ -119,7 +122,9 @@ class Slots:
         """
         if self.logits_processors is not None:
             return self.logits_processors.apply(logits, self.history, lengths)
-        return process_logits(logits, self.samplings, self.history, lengths)
+        return process_logits(
+            logits, self.samplings, self.history, lengths=lengths, errors=self.row_errors
+        )
 
     def draft_step_kv(self, offset: int) -> DecodeStep:
         """Caches for a draft step whose first token is `offset` places behind a row's last one."""
@@ -131,6 +136,7 @@ class Slots:
         """Empty a slot; its entries are overwritten by the next row's."""
         for count in (self.length, self.draft_length, self.total, self.generated):
             count[row] = 0
+        self.row_errors.pop(row, None)
 
     def reserve(self, width: int) -> None:
         """Make room for a round of `width` tokens, rejected tokens and finished rows included."""

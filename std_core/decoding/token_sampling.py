@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
+from std_core.decoding.row_errors import isolated
 from std_core.kernels.gumbel_noise import (
     gumbel_from_uniform,
     keyed_noise,
     keyed_sample,
     noisy_argmax,
 )
-from std_core.types import Sampling
+from std_core.types import RequestError, Sampling
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,28 @@ class ResolvedSampling:
         return self.sample and self.seed is None
 
 
-def resolve_sampling(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> ResolvedSampling:
+def resolve_sampling(
+    hf: Any, sampling: Sampling, prompt: torch.Tensor, vocabulary: int
+) -> ResolvedSampling:
     """Combine a request's sampling with the checkpoint's generation configuration.
+
+    Ids of the generation configuration that the vocabulary lacks are ignored, as in `generate`: no
+    output has them.
 
     Args:
         hf: the Hugging Face model.
         prompt: (n,) ids, placeholders included.
+        vocabulary: ids that the model can generate.
+
+    Raises:
+        RequestError: `invalid_request`: a stop id of the request is not in the vocabulary.
     """
+    for stop_id in sampling.stop_token_ids:
+        if not 0 <= stop_id < vocabulary:
+            raise RequestError(
+                "invalid_request",
+                f"stop_token_ids has {stop_id}: the vocabulary's ids are 0 to {vocabulary - 1}",
+            )
     requested: dict[str, Any] = {
         "temperature": sampling.temperature or None,
         "top_p": sampling.top_p,
@@ -56,7 +72,8 @@ def resolve_sampling(hf: Any, sampling: Sampling, prompt: torch.Tensor) -> Resol
     }
     changes = {name: value for name, value in requested.items() if value is not None}
     config, _ = hf._prepare_generation_config(None, **changes)
-    stop_ids = (*_as_tuple(config.eos_token_id), *sampling.stop_token_ids)
+    default_stop_ids = (i for i in _as_tuple(config.eos_token_id) if 0 <= i < vocabulary)
+    stop_ids = (*default_stop_ids, *sampling.stop_token_ids)
     # so that `min_new_tokens` suppresses the request's own stop ids as well
     config.eos_token_id = list(stop_ids) or None
     hf._prepare_special_tokens(config, True, device=prompt.device)
@@ -81,6 +98,7 @@ def process_logits(
     samplings: list[ResolvedSampling | None],
     history: torch.Tensor,
     lengths: torch.Tensor,
+    errors: dict[int, RequestError] | None = None,
 ) -> torch.Tensor:
     """Apply each row's logits processors; returns float32 scores.
 
@@ -90,16 +108,33 @@ def process_logits(
         history: (B, capacity) ids of prompt, output and draft.
         lengths: (B,) tokens of the history before the first position; each further position has
             one more.
+        errors: by row, filled with what processors raise; such a row's scores mean nothing. If
+            None, the error is raised.
+
+    Raises:
+        RequestError: `invalid_request`: a processor has failed.
     """
     scores = logits.float()
     for row, sampling in enumerate(samplings):
         if sampling is None or not sampling.processors:
             continue
-        length = int(lengths[row])
-        for t in range(scores.shape[1]):
-            ids: Any = history[row : row + 1, : length + t]
-            scores[row, t] = sampling.processors(ids, scores[row, t : t + 1])[0]
+        try:
+            with isolated("a logits processor"):
+                _process_row(scores[row], sampling.processors, history[row], int(lengths[row]))
+        except RequestError as error:
+            if errors is None:
+                raise
+            errors[row] = error
     return scores
+
+
+def _process_row(
+    scores: torch.Tensor, processors: LogitsProcessorList, history: torch.Tensor, length: int
+) -> None:
+    """Process one row's scores (T, vocabulary) in place."""
+    for t in range(len(scores)):
+        ids: Any = history[None, : length + t]
+        scores[t] = processors(ids, scores[t : t + 1])[0]
 
 
 def sample_tokens(scores: torch.Tensor, state: SamplingState, places: torch.Tensor) -> torch.Tensor:

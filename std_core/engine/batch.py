@@ -138,8 +138,10 @@ class Batch:
         """
         while True:
             item = next(requests, _END)
-            if not isinstance(item, GammaSchedule):
+            if item is None or item is _END or isinstance(item, Request):
                 return item
+            if not isinstance(item, GammaSchedule):
+                raise TypeError(f"the stream of requests has a {type(item).__name__}")
             if item.max_gamma > self.gamma:
                 raise ValueError(
                     f"a gamma schedule of up to {item.max_gamma} tokens a round needs a draft of"
@@ -216,7 +218,7 @@ class Batch:
             row.record_round(outcome, gamma, seconds)
             accepted += outcome.accepted > 0
             rejected += outcome.rejected and outcome.accepted == 0
-            result = self._finished(row, outcome)
+            result = self._finished(row, outcome, self.slots.row_errors.get(slot))
             if result is not None:
                 results.append(result)
                 self.rows[slot] = None
@@ -226,14 +228,16 @@ class Batch:
             self.update_slots()
         yield from results
 
-    def _finished(self, row: Row, outcome: RowRound) -> Result | None:
-        """The row's result, if the round ended it."""
-        decode = self.context.checkpoint.decode
-        if outcome.broken:
+    def _finished(self, row: Row, outcome: RowRound, error: RequestError | None) -> Result | None:
+        """The row's result, if the round ended it.
+
+        Args:
+            error: of the row's logits processors.
+        """
+        if error is None and outcome.broken:
             message = f"the model gave no finite logits after {len(row.token_ids)} tokens"
-            return row.result("error", decode, RequestError("nan_logits", message))
-        reason = row.finish_reason(outcome.stopped, decode)
-        return row.result(reason, decode) if reason else None
+            error = RequestError("nan_logits", message)
+        return row.finished(outcome.stopped, self.context.checkpoint.decode, error)
 
     def _next_gamma(self) -> int:
         """γ of the next round.

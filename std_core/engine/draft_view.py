@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from std_core.decoding.row_errors import isolated
 from std_core.decoding.select import select
 from std_core.decoding.slots import DraftView, Slots
 from std_core.engine.context import EngineContext
@@ -146,8 +147,9 @@ class DraftViewBuilder:
         second = self.context.draft_models.get(draft)
         inputs = prompt.inputs
         slots = self.slots
-        positions, _ = second.position_ids(inputs)
-        features = second.encode_vision(inputs) if prompt.visual_tokens else None
+        with isolated("the second model's vision tower"):
+            positions, _ = second.position_ids(inputs)
+            features = second.encode_vision(inputs) if prompt.visual_tokens else None
         yield
         embeds = second.embed(prompt.ids[None].to(second.device), inputs.token_types, features)
         suffix = torch.arange(prompt.prefix_length, prompt.length, device=kept.device)

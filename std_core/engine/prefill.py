@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from std_core.decoding.logits import LogitsProcessors
+from std_core.decoding.row_errors import isolated
 from std_core.decoding.slots import Slots
 from std_core.decoding.token_sampling import (
     ResolvedSampling,
@@ -96,20 +98,27 @@ class Prefill:
         decode = self.context.checkpoint.decode
         try:
             row = yield from self._prefill(request, slot)
+            return row.finished(row.token_ids[0] in row.sampling.stop_ids, decode) or row
         except RequestError as error:
+            self.slots.reset(slot)
             return Result(
                 request.request_id, token_ids=[], text="", finish_reason="error", error=error
             )
-        reason = row.finish_reason(row.token_ids[0] in row.sampling.stop_ids, decode)
-        return row.result(reason, decode) if reason else row
 
     def _prefill(self, request: Request, slot: int) -> Generator[None, None, Row]:
         began = time.perf_counter()
         max_model_len = self.context.checkpoint.max_model_len
-        prompt = Prompt.of(request, self.prepare(request), self.model, max_model_len)
+        with isolated("preprocessing"):
+            inputs = self.prepare(request)
+        with isolated("placing the prompt"):
+            prompt = Prompt.of(request, inputs, self.model, max_model_len)
+        with isolated("resolving the sampling parameters"):
+            sampling = resolve_sampling(
+                self.model.hf, request.sampling, prompt.ids, self.model.vocab_size
+            )
+            sampler = _Sampler.of(sampling, self.slots)
         max_tokens = min(request.sampling.max_tokens, max_model_len - prompt.length)
         self._reserve(prompt, max_tokens)
-        sampling = resolve_sampling(self.model.hf, request.sampling, prompt.ids)
         if sampling.unseeded:
             self._seed_generator()
         prefix = PrefixPrefill()
@@ -119,7 +128,7 @@ class Prefill:
         if not logits.isfinite().all():
             raise RequestError("nan_logits", "the model gave no finite logits behind the prompt")
         view = yield from self.draft_view.build(prompt, slot, prefix.row, mass)
-        first_token = self._first_token(prompt, slot, sampling, logits)
+        first_token = self._first_token(prompt, slot, sampler, logits)
         self.slots.remaining[slot] = max_tokens - 1
         max_accepted = self.draft.gamma if self.draft else 0
         return Row(
@@ -176,7 +185,8 @@ class Prefill:
         began = time.perf_counter()
         features = None
         if prompt.visual_tokens:
-            features = self.model.encode_vision(prompt.inputs)
+            with isolated("the vision tower"):
+                features = self.model.encode_vision(prompt.inputs)
             counters.vision_passes += 1
             yield
         vision_s = time.perf_counter() - began
@@ -238,7 +248,7 @@ class Prefill:
         return kv
 
     def _first_token(
-        self, prompt: Prompt, slot: int, sampling: ResolvedSampling, logits: torch.Tensor
+        self, prompt: Prompt, slot: int, sampler: _Sampler, logits: torch.Tensor
     ) -> int:
         """Set the slot's counts to the end of the prompt and sample the first token."""
         slots = self.slots
@@ -247,11 +257,39 @@ class Prefill:
         slots.total[slot] = n + 1
         slots.reserve_history(n + 1)
         slots.history[slot, :n] = prompt.ids
-        history = slots.history[slot : slot + 1]
-        scores = process_logits(logits[None, None], [sampling], history, torch.tensor([n]))
-        state = SamplingState.of([sampling], slots.generator)
-        first = torch.zeros(1, 1, dtype=torch.long, device=logits.device)
-        token = sample_tokens(scores, state, first)
-        slots.history[slot, n] = token[0, 0]
+        token = sampler.first_token(logits, slots.history[slot : slot + 1], n)
+        slots.history[slot, n] = token
         slots.generated[slot] = 1
-        return int(token)
+        return token
+
+
+class _Sampler(NamedTuple):
+    """What the slots build of a row's sampling parameters, of this row alone.
+
+    It is built at admission: parameters that cannot be used then fail there, and not where they
+    meet those of other rows.
+    """
+
+    sampling: ResolvedSampling
+    state: SamplingState
+    processors: LogitsProcessors | None
+
+    @classmethod
+    def of(cls, sampling: ResolvedSampling, slots: Slots) -> _Sampler:
+        processors = LogitsProcessors.of([sampling], slots.vocab_size, slots.total.device)
+        return cls(sampling, SamplingState.of([sampling], slots.generator), processors)
+
+    def first_token(self, logits: torch.Tensor, history: torch.Tensor, length: int) -> int:
+        """Sample the token behind a prompt.
+
+        Args:
+            logits: (vocabulary,).
+            history: (1, capacity), of which the first `length` ids are the prompt.
+        """
+        lengths = torch.tensor([length], device=history.device)
+        if self.processors is not None:
+            scores = self.processors.apply(logits[None, None], history, lengths)
+        else:
+            scores = process_logits(logits[None, None], [self.sampling], history, lengths)
+        place = torch.zeros(1, 1, dtype=torch.long, device=logits.device)
+        return int(sample_tokens(scores, self.state, place))

@@ -27,8 +27,10 @@ class Prompt:
         """Place a request's inputs on the model's device, with positions.
 
         Raises:
-            RequestError: `context_too_long`, or `invalid_request` if no text follows the video.
+            RequestError: `context_too_long`, or `invalid_request`: the prompt is empty, has ids
+                that the model does not know, or no text follows the video.
         """
+        _check_ids(inputs, model.embedding.num_embeddings)
         ids = inputs.ids[0].to(model.device)
         if len(ids) >= max_model_len:
             raise RequestError(
@@ -63,3 +65,30 @@ class Prompt:
             return None
         token_ids = self.inputs.ids[0, : self.prefix_length].tolist()
         return PrefixKey(self.request.video_id, self.request.fps, tuple(token_ids))
+
+
+def _check_ids(inputs: ModelInputs, known: int) -> None:
+    """Check a prompt's ids before they reach a device, where an unknown id ends the process.
+
+    Args:
+        known: number of ids that have an embedding.
+
+    Raises:
+        RequestError: `invalid_request`.
+    """
+    ids = inputs.ids
+    if ids.ndim != 2 or len(ids) != 1 or ids.shape != inputs.token_types.shape:
+        raise RequestError(
+            "invalid_request",
+            f"ids and token types have the shapes {tuple(ids.shape)} and"
+            f" {tuple(inputs.token_types.shape)}: both are (1, tokens)",
+        )
+    if not ids.numel():
+        raise RequestError("invalid_request", "the prompt has no tokens")
+    lowest, highest = ids.aminmax()
+    if lowest < 0 or highest >= known:
+        unknown = int(lowest if lowest < 0 else highest)
+        raise RequestError(
+            "invalid_request",
+            f"the prompt has the token id {unknown}: the model's ids are 0 to {known - 1}",
+        )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from std_core.decoding.round import RowRound
+from std_core.decoding.row_errors import isolated
 from std_core.decoding.token_sampling import ResolvedSampling
 from std_core.types import FinishReason, Request, RequestError, Result
 
@@ -69,6 +70,24 @@ class Row:
         self.proposed += done.proposed
         self.accept_counts[done.accepted] += 1
         self.reject_counts[done.accepted] += done.rejected
+
+    def finished(
+        self, stopped: bool, decode: Decode, error: RequestError | None = None
+    ) -> Result | None:
+        """Return the row's result if it ends now, None if it goes on.
+
+        Args:
+            stopped: the newest token is a stop id.
+            error: ends the row.
+        """
+        try:
+            with isolated("decoding the text"):
+                if error is not None:
+                    return self.result("error", decode, error)
+                reason = self.finish_reason(stopped, decode)
+                return self.result(reason, decode) if reason else None
+        except RequestError as undecodable:
+            return self.result("error", lambda ids: "", error or undecodable)
 
     def finish_reason(self, stopped: bool, decode: Decode) -> FinishReason | None:
         """Return why the row ends now, None if it goes on; cut its tokens behind a stop text.

@@ -21,10 +21,13 @@ DraftView = Literal["target", "selected", "draft_model"]
 
 HISTORY_STEP = 256  # tokens by which the history grows beyond what is needed now
 
+# tensors (B,) of `Slots` that hold numbers of each row
+_COUNTS = ("length", "draft_length", "position", "total", "generated", "remaining")
+
 
 @dataclass
 class Slots:
-    """The rows that decode together.
+    """The rows that decode together. Their number grows as rows are admitted.
 
     Filled by the engine at admission, updated by `decode_round`. A row's context is its prefix,
     which several rows can share, and its suffix.
@@ -137,6 +140,15 @@ class Slots:
         for count in (self.length, self.draft_length, self.total, self.generated):
             count[row] = 0
         self.row_errors.pop(row, None)
+
+    def add_rows(self, rows: int) -> None:
+        """Grow to `rows` slots. What is made from all rows, such as `groups`, is the caller's."""
+        added = rows - len(self.total)
+        self.suffix.reserve_rows(rows)
+        self.draft.reserve_rows(rows)
+        for name in _COUNTS:
+            setattr(self, name, F.pad(getattr(self, name), (0, added)))
+        self.history = F.pad(self.history, (0, 0, 0, added))
 
     def reserve(self, width: int) -> None:
         """Make room for a round of `width` tokens, rejected tokens and finished rows included."""

@@ -32,6 +32,7 @@ from std_core.engine.prefill import Admission, Prefill, advance
 from std_core.engine.refresh import attention_probe_of, reselect
 from std_core.engine.row import Row
 from std_core.kernels.shared.segments import PrefixGroups
+from std_core.model.cache import rows_after_growth
 from std_core.model.checkpoint import ModelInputs
 from std_core.types import (
     Draft,
@@ -79,7 +80,7 @@ class Batch:
         self.recent_rounds: deque[FirstTokens] = deque(maxlen=RECENT_ROUNDS)
         self.rounds_since_refresh = 0
         self.slots = self._empty_slots()
-        self.rows: list[Row | None] = [None] * context.max_num_seqs
+        self.rows: list[Row | None] = [None] * len(self.slots.total)  # grows as slots are used
         # pass the list, not self: a reference cycle would keep the caches alive until the garbage
         # collector runs
         self.prefill = Prefill(
@@ -91,7 +92,8 @@ class Batch:
 
     def _empty_slots(self) -> Slots:
         context = self.context
-        count = context.max_num_seqs
+        # batches of one shape under `strict`: all slots from the start
+        count = context.max_num_seqs if context.strict else 1
         generator = torch.Generator(self.model.device)  # `Prefill` seeds it
         slots = Slots.empty(self.model, count, generator, context.strict)
         slots.prefix = context.prefixes.cache
@@ -109,12 +111,12 @@ class Batch:
         more = True
         while more or admission or self.running:
             no_request_yet = False
-            if admission is None and more and None in self.rows:
-                slot = self.rows.index(None)
+            if admission is None and more and self.has_free_slot:
                 request = self._next_request(requests)
                 more = request is not _END
                 no_request_yet = request is None
                 if isinstance(request, Request):
+                    slot = self._free_slot()
                     admission = self.prefill.admit(request, slot)
             if admission is not None:
                 admitted = advance(admission)
@@ -125,7 +127,7 @@ class Batch:
                 elif admitted is not None:
                     self.rows[slot] = admitted
                     self.update_slots()
-            can_admit = more and not no_request_yet and None in self.rows
+            can_admit = more and not no_request_yet and self.has_free_slot
             if self.running and admission is None and not can_admit:
                 yield from self._round()
             elif no_request_yet:
@@ -158,7 +160,8 @@ class Batch:
         Raises:
             ValueError: a request ended at its first token.
         """
-        for slot, request in enumerate(requests):
+        for request in requests:
+            slot = self._free_slot()
             row = self.admit(request, slot)
             if isinstance(row, Result):
                 raise ValueError(
@@ -175,6 +178,19 @@ class Batch:
             admitted = advance(admission)
             if admitted is not None:
                 return admitted
+
+    @property
+    def has_free_slot(self) -> bool:
+        return None in self.rows or len(self.rows) < self.context.max_num_seqs
+
+    def _free_slot(self) -> int:
+        """A free slot. Slots are added if all are occupied: few rows take the memory of few."""
+        if None not in self.rows:
+            count = rows_after_growth(len(self.rows), self.context.max_num_seqs)
+            self.slots.add_rows(count)
+            self.rows += [None] * (count - len(self.rows))
+            self.update_slots()
+        return self.rows.index(None)
 
     @property
     def running(self) -> int:

@@ -3,10 +3,10 @@
 γ draft steps, verification, acceptance and commit are captured once per shape and replayed. A
 captured round never waits for a length: lengths stay on the device, kernels cover the caches'
 capacity, and all the room that a row may need is reserved at its admission (`Slots.headroom`). A
-graph is bound to addresses. It is captured per γ, number of slots and capacity of the caches, and
-the small tensors that change with the running rows are copied into buffers that stay in place. A
-round that needs the host is not captured: sampling without a seed, refresh, and logits processors
-that `LogitsProcessors` does not support.
+graph is bound to addresses. It is captured per γ, number of slots and size of the caches, and the
+small tensors that change with the running rows are copied into buffers that stay in place. A round
+that needs the host is not captured: sampling without a seed, refresh, and logits processors that
+`LogitsProcessors` does not support.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CapturedRounds:
         self._record = record
         self._buffers: dict[Hashable, torch.Tensor] = {}  # by name and shape
         self._rounds: dict[Hashable, tuple[Replay, Round] | None] = {}
-        self._capacity: Hashable = None
+        self._shapes: Hashable = None  # of what grows, and moves when it does
 
     @torch.inference_mode()
     def round(self, key: Hashable, body: Body) -> Round:
@@ -96,13 +96,13 @@ class CapturedRounds:
     def _move_to_buffers(self) -> None:
         """Copy what changes with the running rows to the addresses that graphs read.
 
-        Graphs of smaller caches are dropped.
+        Graphs of smaller caches and of fewer slots are dropped.
         """
         slots = self.slots
         caches = (slots.prefix, slots.suffix, slots.draft)
-        capacity = (*(cache.capacity for cache in caches), slots.history.shape[1])
-        if capacity != self._capacity:
-            self._capacity = capacity
+        shapes = (*(cache.shape for cache in caches), slots.history.shape)
+        if shapes != self._shapes:
+            self._shapes = shapes
             self._rounds.clear()
         for name in ("active", "stop_ids"):
             setattr(slots, name, self._buffered(name, getattr(slots, name)))

@@ -165,10 +165,11 @@ class Engine:
 
     def _prefix_store(self) -> PrefixStore:
         """The kept store, or an empty one."""
-        if self.keep_prefixes and self.prefixes is not None:
-            return self.prefixes
-        rows = self.max_num_seqs
-        store = PrefixStore(self.model.new_cache(rows), rows)
+        store = self.prefixes if self.keep_prefixes else None
+        if store is None:
+            store = PrefixStore(self.model.new_cache(1), self.max_num_seqs)
+        if self.strict:  # batches of one shape
+            store.add_rows(store.max_rows)
         if self.keep_prefixes:
             self.prefixes = store
         return store

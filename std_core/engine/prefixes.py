@@ -9,7 +9,7 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from std_core.model.cache import KVCache
+from std_core.model.cache import KVCache, rows_after_growth
 
 
 class PrefixKey(NamedTuple):
@@ -38,14 +38,24 @@ class Prefix:
 class PrefixStore:
     """A cache whose rows hold prefixes, and which prefix each row holds.
 
-    A store outlives a run if the engine keeps prefixes. It has at least as many rows as the engine
-    has slots, so a free slot always finds a store row that is not in use.
+    A store outlives a run if the engine keeps prefixes. It has room for at least as many rows as
+    the engine has slots, so a free slot always finds a store row that is not in use.
+
+    Args:
+        cache: its rows are added as they are used.
+        max_rows: most rows.
     """
 
-    def __init__(self, cache: KVCache, rows: int):
+    def __init__(self, cache: KVCache, max_rows: int):
         self.cache = cache
-        self.prefixes = [Prefix() for _ in range(rows)]
+        self.max_rows = max_rows
+        self.prefixes = [Prefix() for _ in range(cache.rows)]
         self._fills = 0
+
+    def add_rows(self, rows: int) -> None:
+        """Grow to `rows` rows."""
+        self.cache.reserve_rows(rows)
+        self.prefixes += [Prefix() for _ in range(rows - len(self.prefixes))]
 
     @property
     def lengths(self) -> list[int]:
@@ -70,9 +80,10 @@ class PrefixStore:
     def allocate(self, length: int, in_use: Set[int]) -> int:
         """Return a store row with room for `length` entries.
 
-        Evicts the prefix filled longest ago that is not in use.
+        The row is one that no request can share, else a new one. If all rows are filled, the prefix
+        filled longest ago is evicted.
         """
-        row = self._oldest_free(in_use)
+        row = self._free_row(in_use)
         self.prefixes[row] = Prefix(length=length)
         self.cache.reserve(length)
         return row
@@ -83,7 +94,7 @@ class PrefixStore:
         self.prefixes[row] = replace(self.prefixes[row], key=key, filled_at=self._fills)
 
     def _copy(self, row: int, in_use: Set[int]) -> int:
-        copy = self._oldest_free(in_use)
+        copy = self._free_row(in_use)
         prefix = self.prefixes[row]
         for layer in range(len(self.cache.key)):
             key, value = self.cache.row_segment(layer, row, prefix.length)
@@ -91,6 +102,11 @@ class PrefixStore:
         self.prefixes[copy] = replace(prefix, key=None)
         return copy
 
-    def _oldest_free(self, in_use: Set[int]) -> int:
+    def _free_row(self, in_use: Set[int]) -> int:
         free = [row for row in range(len(self.prefixes)) if row not in in_use]
-        return min(free, key=lambda row: self.prefixes[row].filled_at)
+        unshared = [row for row in free if self.prefixes[row].key is None]
+        if not unshared and len(self.prefixes) < self.max_rows:
+            new = len(self.prefixes)
+            self.add_rows(rows_after_growth(new, self.max_rows))
+            return new
+        return min(unshared or free, key=lambda row: self.prefixes[row].filled_at)

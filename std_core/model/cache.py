@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from std_core.kernels.attention import attend_chunk, attend_rows, write_rows
 from std_core.kernels.attention_mass import attention_mass
@@ -28,8 +27,9 @@ from std_core.kernels.shared.segments import PrefixGroups, Segment
 class KVCache:
     """Keys and values per layer, (rows, KV heads, capacity, head size) each.
 
-    The capacity grows in whole splits of the attention kernels and never shrinks. Which entries of
-    a row are valid is not stored here.
+    Rows are added as they are used. The capacity is that of the longest row; it grows in whole
+    splits of the attention kernels. Neither shrinks. Which entries of a row are valid is not stored
+    here.
     """
 
     def __init__(
@@ -46,19 +46,39 @@ class KVCache:
         self.value = [torch.zeros_like(key) for key in self.key]
 
     @property
+    def shape(self) -> torch.Size:
+        """Of each layer's keys and values. They have moved in memory if and only if it changed."""
+        return self.key[0].shape
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
     def capacity(self) -> int:
         """Entries per row."""
-        return self.key[0].shape[2]
+        return self.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(x.nbytes for x in (*self.key, *self.value))
 
     def reserve(self, entries: int) -> None:
         """Grow the capacity to at least `entries` per row."""
-        missing = entries - self.capacity
-        if missing <= 0:
-            return
-        added = -(-entries // SPLIT_SIZE) * SPLIT_SIZE - self.capacity
+        if entries > self.capacity:
+            self._grow(self.rows, -(-entries // SPLIT_SIZE) * SPLIT_SIZE)
+
+    def reserve_rows(self, rows: int) -> None:
+        """Grow the number of rows to at least `rows`."""
+        if rows > self.rows:
+            self._grow(rows, self.capacity)
+
+    def _grow(self, rows: int, capacity: int) -> None:
+        """Replace layer by layer, so that only one layer exists twice at a time."""
         for store in (self.key, self.value):
             for layer, old in enumerate(store):
-                store[layer] = _extended(old, added)
+                store[layer] = _grown(old, rows, capacity)
 
     def segment(self, layer: int) -> Segment:
         """Return a layer's keys and values of all rows."""
@@ -110,15 +130,24 @@ class KVCache:
             )
 
 
-def _extended(store: torch.Tensor, added: int) -> torch.Tensor:
-    """Append `added` zero entries per row. Huge pages make attention on a CPU a fifth faster."""
-    if store.device.type != "cpu":
-        return F.pad(store, (0, 0, 0, added))
-    rows, heads, capacity, dim = store.shape
-    extended = advise_huge_pages(store.new_empty(rows, heads, capacity + added, dim))
-    extended[:, :, :capacity] = store
-    extended[:, :, capacity:] = 0
-    return extended
+def rows_after_growth(rows: int, most: int) -> int:
+    """Rows of a cache whose `rows` rows are all in use and that needs one more.
+
+    The number doubles: adding rows one by one would copy a cache as often as it has rows.
+    """
+    return min(max(1, 2 * rows), most)
+
+
+def _grown(store: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
+    """Append zero rows and entries. Huge pages make attention on a CPU a fifth faster."""
+    old_rows, heads, old_capacity, dim = store.shape
+    grown = store.new_empty(rows, heads, capacity, dim)
+    if store.device.type == "cpu":
+        grown = advise_huge_pages(grown)
+    grown[:old_rows, :, :old_capacity] = store
+    grown[:old_rows, :, old_capacity:] = 0
+    grown[old_rows:] = 0
+    return grown
 
 
 # ------------------------------------------------------------------------------------------ prefill

@@ -101,7 +101,7 @@ def load_engine(model: str, folder: Path, threads: int, **settings: str) -> Engi
 
 def empty_prefix_store(engine: Engine, count: int) -> PrefixStore:
     """A store for the prefixes of `count` texts or clips, for engines of any number of slots."""
-    return PrefixStore(engine.model.new_cache(count), count)
+    return PrefixStore(engine.model.new_cache(1), count)
 
 
 # ---------------------------------------------------------------------------------------- workloads

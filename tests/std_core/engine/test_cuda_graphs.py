@@ -213,6 +213,19 @@ def test_rounds_with_unseeded_rows_are_not_captured(
     assert recorder.recorded == 0
 
 
+def test_rows_that_are_added_while_others_run_are_captured_anew(
+    llama: Engine, request: pytest.FixtureRequest
+) -> None:
+    """Adding a slot moves the caches."""
+    limited = [replace(r, sampling=Sampling(8)) for r in REQUESTS[:2]]
+    expected = tokens_by_id(llama.run(limited, None))
+    recorder: StandInRecorder = request.getfixturevalue("recorder")
+    pauses = [None] * 4
+    assert tokens_by_id(llama.run([limited[0], *pauses, limited[1]], None)) == expected
+    assert len(recorder.slots[-1].total) == 2
+    assert recorder.recorded == 2 < recorder.replayed
+
+
 def test_cache_bytes_are_predicted(llama: Engine, recorder: StandInRecorder) -> None:
     draft = Draft("std", keep=0.3, gamma=2)
     (result,) = llama.run([SEEDED], draft)
@@ -223,7 +236,7 @@ def test_cache_bytes_are_predicted(llama: Engine, recorder: StandInRecorder) -> 
     shared = prompt - 64  # all but the last 64 tokens, since there are no visual ones
     assert allocated == grid.cache_bytes(
         entry_bytes,
-        2,
+        1,
         prompt=prompt,
         shared=shared,
         visual=shared,

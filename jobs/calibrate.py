@@ -25,6 +25,7 @@ import torch
 from pipeline.command_line import flag, parse_flags
 from pipeline.job import run_guarded
 from pipeline.plan.profile_file import write_profile
+from std_core.types import Dtype
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Flags:
     model: str = flag("demo", "preset of conf/model, hub id, or folder")
     output: str = flag("", "where the profile is written")
     device: Literal["", "cpu", "cuda"] = flag("", "cpu or cuda; default: cuda where there is one")
-    dtype: Literal["float32", "bfloat16"] = flag("float32", "of weights and KV cache")
+    dtype: Dtype = flag("float32", "of weights and KV cache")
     contexts: str = flag("512,2048,8192", "context lengths of the grid, in tokens")
     rows: str = flag("1,8", "batch sizes of the grid")
     drafts: str = flag("std,int8,int4,ngram", "presets of conf/draft that the scheduler may choose")

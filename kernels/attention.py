@@ -240,7 +240,8 @@ def _attend_segment(
         return Attention(output, logsumexp)
     if query.device.type == "cuda" and bias is None:
         return flash_attention.flash_attention(query, key, value, scale=scale, causal=causal)
-    scores = (query @ key.transpose(-1, -2)).float() * scale
+    # scaled before the product, which could overflow in float16
+    scores = (query * scale @ key.transpose(-1, -2)).float()
     if causal:
         bias = torch.full(scores.shape[-2:], float("-inf"), device=query.device).triu(1)
     if bias is not None:

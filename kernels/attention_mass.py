@@ -37,6 +37,7 @@ def attention_mass(
     kv_heads = key.shape[-3]
     packed = query.unflatten(-3, (kv_heads, -1)).flatten(-3, -2)
     packed_logsumexp = logsumexp.unflatten(-2, (kv_heads, -1)).flatten(-2)
-    scores = (packed @ key.transpose(-1, -2)).float().mul_(scale)
+    # scaled before the product, which could overflow in float16
+    scores = (packed * scale @ key.transpose(-1, -2)).float()
     weights = scores.sub_(packed_logsumexp[..., None]).exp_()
     return weights.sum(-2) / text_tokens

@@ -22,7 +22,7 @@ from pipeline.command_line import (
     record_from_yaml,
 )
 from pipeline.records import FrameOptions, UsageError
-from std_core.types import Draft, Sampling
+from std_core.types import Draft, Dtype, Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -91,7 +91,7 @@ class Job:
         (), "string at which the text ends; may be given several times", ANSWERS
     )
     model: str = flag("demo", "preset of conf/model, Hugging Face hub id, or folder", ENGINE)
-    dtype: Literal["float32", "bfloat16"] = flag("float32", "of weights and KV cache", ENGINE)
+    dtype: Dtype = flag("float32", "of weights and KV cache", ENGINE)
     max_model_len: int | None = flag(
         None,
         "prompt, visual and generated tokens of a request, at most; default: the model's",

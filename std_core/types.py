@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Mode = Literal["std", "dense", "sparse"]
 Policy = Literal["std", "window", "random", "specvlm", "snapkv", "full", "ngram"]
 Weights = Literal["full", "int8", "int4"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 FinishReason = Literal["stop", "length", "error"]
 # bits of a low-bit draft's weights, scales not counted
 WEIGHT_BITS = {"int8": 8, "int4": 4}

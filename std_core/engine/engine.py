@@ -14,10 +14,10 @@ from std_core.engine.batch import Batch
 from std_core.engine.context import EngineContext
 from std_core.engine.draft_models import DraftModels
 from std_core.engine.prefixes import PrefixStore
-from std_core.model.checkpoint import Checkpoint, ModelInputs
+from std_core.model.checkpoint import DTYPE_BYTES, Checkpoint, ModelInputs
 from std_core.model.model import Model
 from std_core.model.tensor_parallel import SINGLE_RANK, join_group, unshardable_reason
-from std_core.types import Counters, Draft, GammaSchedule, Mode, Request, Result
+from std_core.types import Counters, Draft, Dtype, GammaSchedule, Mode, Request, Result
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Engine:
         cls,
         path: str,
         *,
-        dtype: str = "float32",
+        dtype: Dtype = "float32",
         device: str = "cpu",
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
@@ -78,7 +78,7 @@ class Engine:
         """Load an engine from a local folder, a hub id or a `.gguf` file.
 
         Args:
-            dtype: `float32` or `bfloat16`.
+            dtype: of weights and KV cache.
             device: the first device (`cuda` is `cuda:0`).
             pipeline_parallel_size: devices over which the layers are spread, from `device` on.
             tensor_parallel_size: processes that share each layer. Each of them loads an engine with
@@ -88,9 +88,11 @@ class Engine:
             settings: fields of `Engine`.
 
         Raises:
-            ValueError: the checkpoint cannot be loaded, has an unsupported architecture, or has
-                heads that `tensor_parallel_size` does not divide.
+            ValueError: another dtype; the checkpoint cannot be loaded, has an unsupported
+                architecture, or has heads that `tensor_parallel_size` does not divide.
         """
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype is {dtype!r}: one of {', '.join(DTYPE_BYTES)} is needed")
         if threads is not None:
             torch.set_num_threads(threads)
         if tensor_parallel_size > 1 and pipeline_parallel_size > 1:

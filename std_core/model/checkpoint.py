@@ -34,7 +34,7 @@ from std_core.types import Geometry, Request, RequestError
 MIB = 1 << 20
 # Files above this size enter a checkpoint's hash by their size, first and last MiB only.
 FULL_HASH_LIMIT = 64 * MIB
-DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
+DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 @dataclass(frozen=True)

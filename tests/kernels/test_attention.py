@@ -254,6 +254,30 @@ def test_attention_mass_is_the_mean_over_text_and_the_sum_over_a_group(
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
 
 
+def test_attention_mass_of_large_keys_is_finite_in_float16() -> None:
+    """Products before scaling exceed float16's range: 128 × 30 × 30 is above 65,504."""
+    query = torch.full((2, 3, 128), 30.0, dtype=torch.float16)
+    key = torch.full((1, 5, 128), 30.0, dtype=torch.float16)
+    # a sum of weights far above these entries': only the range matters here
+    mass = attention_mass(query, key, torch.full((2, 3), 10_200.0), 128**-0.5)
+    assert mass.isfinite().all()
+
+
+def test_attend_rows_and_chunks_of_large_keys_in_float16(reference_rows: Reference) -> None:
+    query = torch.full((1, 2, 3, 128), 30.0, dtype=torch.float16)
+    own = Segment(*(torch.full((1, 1, 512, 128), 30.0, dtype=torch.float16) for _ in range(2)))
+    lengths = torch.tensor([7])
+    scale = 128**-0.5
+    got = attention.attend_rows(query, own, lengths, None, groups=None, scale=scale)
+    want = reference_rows(query, own, lengths, None, groups=None, scale=scale)
+    torch.testing.assert_close(got.output.double(), want.output, rtol=2e-3, atol=0.0)
+    torch.testing.assert_close(got.logsumexp.double(), want.logsumexp, rtol=2e-3, atol=0.0)
+    chunk = Segment(*(x[:, :, :3] for x in own))
+    past = [Segment(*(x[:, :, :7] for x in own))]
+    got = attention.attend_chunk(query, past, chunk, scale)
+    torch.testing.assert_close(got.output.double(), want.output, rtol=2e-3, atol=0.0)
+
+
 def test_gather_copies_different_entries_for_each_head() -> None:
     cache = torch.arange(2 * 5 * 3).view(2, 5, 3)
     got = gather_entries(cache, torch.tensor([[0, 4], [2, 2]]))

@@ -37,7 +37,7 @@ from std_core.cost_model.crossover import speedup
 from std_core.cost_model.model_size import ModelSize
 from std_core.engine.engine import Engine
 from std_core.kernels.attention import implementation_name
-from std_core.types import Draft
+from std_core.types import Draft, Dtype
 
 LARGE_STEP = 256e6  # bytes of a dense step, below which caches serve part of the reads
 TEXT_WINDOW = 64  # newest text entries, which a draft always reads
@@ -71,7 +71,7 @@ COLUMNS = (
 class Flags(EngineFlags):
     """The suite's command line."""
 
-    dtype: str = flag("bfloat16", "of weights and KV cache: float32 or bfloat16")
+    dtype: Dtype = flag("bfloat16", "of weights and KV cache")
     batches: str = flag("1,8", "rows that decode together")
     contexts: str = flag(
         "", f"tokens; default {TEXT_CONTEXTS}, or {VIDEO_CONTEXTS} visual ones of a Video-LLM"

@@ -159,7 +159,12 @@ def cases(scale: int = 2) -> list[Case]:
         for case in float32
         if case.name not in without_bfloat16
     ]
-    return [*float32, *bfloat16]
+    float16 = [
+        replace(case, name="logits_f16", dtype="float16")
+        for case in float32
+        if case.name == "logits"
+    ]
+    return [*float32, *bfloat16, *float16]
 
 
 SHORT = RequestSize(frames=4, text=40, max_tokens=4)

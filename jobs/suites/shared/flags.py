@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pipeline.command_line import flag, hyphened, parse_flags
 from pipeline.config import Job, draft_of
 from pipeline.records import UsageError
-from std_core.types import Draft
+from std_core.types import Draft, Dtype
 
 SuiteFlags = TypeVar("SuiteFlags")
 
@@ -31,7 +31,7 @@ class EngineFlags(ModelFlags):
     """Flags of a suite that times a model on a device."""
 
     device: str = flag("cpu", "cpu or cuda")
-    dtype: str = flag("float32", "of weights and KV cache: float32 or bfloat16")
+    dtype: Dtype = flag("float32", "of weights and KV cache")
 
 
 def parse_suite_flags(

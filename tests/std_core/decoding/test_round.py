@@ -3,11 +3,12 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from std_core.decoding.round import commit, prompt_lookup
+from std_core.decoding.round import commit, is_finite, prompt_lookup
 from std_core.decoding.slots import Slots
 from std_core.model.cache import KVCache
 
@@ -95,3 +96,19 @@ def continuation(text: list[int], gamma: int) -> list[int]:
             following = text[matches[-1] :]
             return [following[i % len(following)] for i in range(gamma)]
     return [text[-1]] * gamma
+
+
+VOCABULARY = 152_064
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [3.0, -3.0, 60_000.0])
+def test_large_logits_of_a_large_vocabulary_are_finite(dtype: torch.dtype, value: float) -> None:
+    """Their sum is not, in float16."""
+    logits = torch.full((2, 1, VOCABULARY), value, dtype=dtype)
+    assert is_finite(logits).all()
+    for broken in (float("nan"), float("inf"), float("-inf")):
+        for place in (0, 1000, VOCABULARY - 1):
+            one = logits.clone()
+            one[1, 0, place] = broken
+            assert is_finite(one).tolist() == [[True], [False]]

@@ -1,4 +1,4 @@
-"""Caches grow by the rows in use: what a run holds follows from its requests, not from its slots."""
+"""Caches grow by the rows in use: what a run holds follows from its requests, not its slots."""
 
 from __future__ import annotations
 

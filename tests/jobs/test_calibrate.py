@@ -186,7 +186,7 @@ def test_without_verification_a_draft_needs_a_retrieval_test_that_it_passed(
     content = json.loads(calibrated.read_text())
     words = ["--input", str(archive), "--model", str(tiny_model), "--mode", "sparse"]
     assert main(words, "plan.py", plan_only=True) == 0
-    assert "nothing shows that its texts hold what is asked for" in capsys.readouterr().err
+    assert "the quality of its texts is not measured" in capsys.readouterr().err
     assert "holds no retrieval test of this draft" in plan(
         capsys, *words, "--profile", str(calibrated), code=2
     )

@@ -6,25 +6,27 @@ For notebooks, and for code that has loaded a Hugging Face model itself.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
 
+from std_core.decoding.token_sampling import ResolvedSampling
 from std_core.engine.engine import Engine
+from std_core.engine.row import Row
+from std_core.generation_arguments import Call, GenerationArguments
 from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
 from std_core.model.positions import PositionRule, reference_positions, transformers_positions
+from std_core.processor_rows import split_rows
+from std_core.step_replay import StepReplay, step_scores
 from std_core.types import Draft, Request, Result, Sampling
 
 logger = logging.getLogger(__name__)
-
-IMAGE = 1  # in `mm_token_type_ids`; text is 0
-VIDEO = 2
 
 
 def sparse_to_dense(
@@ -62,6 +64,8 @@ class SparseToDense:
         self.hf = hf
         self.draft = draft
         self.results = list[Result]()
+        self.positions = positions
+        self._reported = set[str]()
         model = Model(hf, position_rule=positions)
         self._warns_of_positions = positions == "transformers" and model.mrope is not None
         window = int(hf.config.get_text_config().max_position_embeddings)
@@ -70,67 +74,78 @@ class SparseToDense:
 
     def generate(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
         *,
-        max_new_tokens: int | None = None,
-        min_new_tokens: int = 0,
-        do_sample: bool | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        repetition_penalty: float | None = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
         seed: int | None = None,
-        pad_token_id: int | None = None,
-        **visual_inputs: Any,
-    ) -> torch.Tensor:
+        **kwargs: Any,
+    ) -> Any:
         """Return what `model.generate` returns for the same arguments.
 
-        Greedy, or sampled as the generation configuration says.
+        Arguments are read by transformers' own functions: the model's generation configuration,
+        `generation_config` and keywords are merged as there. What has no equivalent is refused by
+        name (`generation_arguments.py` has the lists). tests/README.md lists the calls that were
+        compared.
 
         Args:
-            input_ids, attention_mask: (B, n); masked positions are skipped, on either side.
-            seed: row i has seed `seed` + i, and its text is reproducible; without one every call
-                samples another text.
-            visual_inputs: the processor's other outputs (`pixel_values_videos`, `video_grid_thw`,
-                `mm_token_type_ids`, …), as one batch.
+            inputs: (B, n) token ids; also as `input_ids`.
+            logits_processor: those of transformers' that depend on a row's ids and scores alone,
+                and classes with the attribute `is_pure = True`, are applied to drafts as well. For
+                any other the call is handed to the model's own `generate`, and the log says so.
+            prefix_allowed_tokens_fn: handed to the model's own `generate` as well.
+            stopping_criteria, streamer: called once per step with the whole batch, as soon as all
+                rows have the step's token; text arrives in bursts of a round.
+            seed: row i of the output has seed `seed` + i, and its text is reproducible. Without one
+                `torch.manual_seed` governs sampling; the draws are others than `generate`'s.
+            kwargs: fields of `GenerationConfig`, and a processor's outputs as one batch
+                (`input_ids`, `attention_mask`, `pixel_values_videos`, `video_grid_thw`,
+                `mm_token_type_ids`, …). Masked positions are skipped, on either side.
 
         Returns:
-            (B, n + longest output), prompts included; shorter rows are padded on the right.
+            (B × num_return_sequences, n + longest output), prompts included; shorter rows are
+            padded on the right. With `return_dict_in_generate` an object with these `sequences`,
+            and `scores` and `logits` as requested: zeros in rows that have ended; no `cache`.
 
         Raises:
-            ValueError: `max_new_tokens` is missing, or larger than the model's window allows.
+            ValueError: an argument is not supported, or transformers refuses it; or prompt and
+                output do not fit the model's window.
             RequestError: the model cannot answer a row.
         """
-        defaults = self.hf.generation_config
-        max_tokens = max_new_tokens if max_new_tokens is not None else defaults.max_new_tokens
-        if max_tokens is None:
-            raise ValueError(
-                "max_new_tokens is missing: neither the call nor the generation configuration has"
-                " one"
-            )
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        self._check_window(int(mask.sum(1).max()), max_tokens)
-        if do_sample and temperature is None:
-            temperature = defaults.temperature or 1.0
-        if do_sample is False:
-            temperature = 0.0
-        sampling = Sampling(
-            max_tokens,
-            min_tokens=min_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            repetition_penalty=repetition_penalty,
+        call = Call(
+            inputs,
+            generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            streamer=streamer,
+            tokenizer=tokenizer,
+            options=kwargs,
         )
-        rows = list(_split_rows(self.hf.config, input_ids, mask, visual_inputs))
+        arguments = GenerationArguments.parse(self.hf, call)
+        if reason := self._cannot_draft_reason(call, arguments):
+            return self._generate_densely(call, reason, seed)
+        rows = list(
+            split_rows(
+                self.hf.config,
+                arguments.input_ids,
+                arguments.attention_mask,
+                arguments.visual_inputs,
+            )
+        )
+        self._check_window(rows, arguments.max_new_tokens)
         self._warn_of_positions(rows)
-        self.results = self._run(rows, sampling, seed)
-        pad = defaults.pad_token_id if pad_token_id is None else pad_token_id
-        return self._padded(input_ids, pad)
+        results = self._run(rows, arguments, seed)
+        self.results = results
+        return _output(arguments, results)
 
-    def _check_window(self, longest: int, max_tokens: int) -> None:
+    def _check_window(self, rows: list[ModelInputs], max_tokens: int) -> None:
         window = self._engine.checkpoint.max_model_len
+        longest = max(row.ids.shape[1] for row in rows)
         if longest + max_tokens > window:
             raise ValueError(
                 f"{longest} tokens of prompt and max_new_tokens = {max_tokens}: the window holds"
@@ -154,18 +169,70 @@ class SparseToDense:
                 transformers.__version__,
             )
 
-    def _run(self, rows: list[ModelInputs], sampling: Sampling, seed: int | None) -> list[Result]:
-        """Results in the order of the rows."""
-        requests = []
-        for number in range(len(rows)):
-            own = sampling if seed is None else replace(sampling, seed=seed + number)
-            requests.append(Request(str(number), "", sampling=own))
+    def _cannot_draft_reason(self, call: Call, arguments: GenerationArguments) -> str | None:
+        if call.prefix_allowed_tokens_fn is not None:
+            return "prefix_allowed_tokens_fn"
+        processor = arguments.stateful_processor()
+        return None if processor is None else f"the logits processor {type(processor).__name__}"
+
+    def _generate_densely(self, call: Call, reason: str, seed: int | None) -> Any:
+        """Hand a call to the model's own `generate`."""
+        if seed is not None:
+            raise ValueError(
+                f"seed = {seed} with {reason}: such a call is handed to the model's own generate,"
+                " which takes no seed"
+            )
+        if self.positions == "reference" and self._engine.model.mrope is not None:
+            raise ValueError(
+                f'positions = "reference" with {reason}: such a call is handed to the model\'s own'
+                " generate, which has transformers' positions"
+            )
+        if reason not in self._reported:
+            self._reported.add(reason)
+            logger.warning(
+                "%s may depend on the order of its calls: decoding densely, by the model's own"
+                " generate",
+                reason,
+            )
+        self.results = []
+        return call.run(self.hf)
+
+    def _run(
+        self, rows: list[ModelInputs], arguments: GenerationArguments, seed: int | None
+    ) -> list[Result]:
+        """Results in the order of the output's rows."""
+        copies = arguments.copies
+        requests = [
+            Request(
+                str(number),
+                "",
+                # rows of one prompt share its prefix
+                video_id=str(number // copies) if copies > 1 else "",
+                sampling=Sampling(
+                    arguments.max_new_tokens, seed=None if seed is None else seed + number
+                ),
+            )
+            for number in range(len(rows) * copies)
+        ]
+
+        def prepare(request: Request) -> ModelInputs:
+            return rows[int(request.request_id) // copies]
+
+        def resolve(request: Request, prompt: torch.Tensor) -> ResolvedSampling:
+            row = int(request.request_id) // copies
+            return arguments.row_sampling(row, request.sampling.seed)
+
+        replay = _replay_of(arguments) if arguments.watches_steps else None
+
+        def end_check(row: Row) -> int | None:
+            return None if replay is None else replay.advance(int(row.request.request_id), row)
+
         results = {}
         # between calls the model has its own attention, so that its own `generate` works
         self._engine.model.install_attention()
         try:
             for result in self._engine.run(
-                requests, self.draft, prepare=lambda request: rows[int(request.request_id)]
+                requests, self.draft, prepare, resolve=resolve, end_check=end_check
             ):
                 results[result.request_id] = result
         finally:
@@ -173,18 +240,41 @@ class SparseToDense:
         for result in results.values():
             if result.error is not None:
                 raise result.error
-        return [results[request.request_id] for request in requests]
+        if replay is not None:
+            replay.finish()
+        in_order = [results[request.request_id] for request in requests]
+        return in_order if replay is None else replay.cut(in_order)
 
-    def _padded(self, input_ids: torch.Tensor, pad: int | None) -> torch.Tensor:
-        if pad is None:  # as in transformers' `generate`
-            eos = self.hf.generation_config.eos_token_id
-            pad = eos[0] if isinstance(eos, list) else eos
-        longest = max(len(result.token_ids) for result in self.results)
-        outputs = [
-            result.token_ids + [pad or 0] * (longest - len(result.token_ids))
-            for result in self.results
-        ]
-        return torch.cat([input_ids, torch.tensor(outputs, device=input_ids.device)], dim=1)
+
+def _replay_of(arguments: GenerationArguments) -> StepReplay:
+    config = arguments.config
+    return StepReplay(
+        arguments.input_ids.repeat_interleave(arguments.copies, dim=0),
+        arguments.criteria,
+        arguments.streamer,
+        arguments.pad_token_id,
+        returns_scores=bool(config.return_dict_in_generate and config.output_scores),
+    )
+
+
+def _output(arguments: GenerationArguments, results: list[Result]) -> Any:
+    """What `generate` returns."""
+    prompts = arguments.input_ids.repeat_interleave(arguments.copies, dim=0)
+    steps = max(len(result.token_ids) for result in results)
+    padding = [arguments.pad_token_id] * steps
+    outputs = [(result.token_ids + padding)[:steps] for result in results]
+    sequences: Any = torch.cat([prompts, torch.tensor(outputs, device=prompts.device)], dim=1)
+    config = arguments.config
+    if not config.return_dict_in_generate:
+        return sequences
+    output = GenerateDecoderOnlyOutput(sequences=sequences)
+    if config.output_scores:
+        rows = [result.scores for result in results]
+        output["scores"] = tuple(step_scores(rows, step) for step in range(steps))
+    if config.output_logits:
+        rows = [result.logits for result in results]
+        output["logits"] = tuple(step_scores(rows, step) for step in range(steps))
+    return output
 
 
 @dataclass(frozen=True)
@@ -195,125 +285,3 @@ class _NoCheckpoint:
 
     def decode(self, ids: list[int]) -> str:
         return ""
-
-
-# ------------------------------------------------------------------ a processor's batch, row by row
-
-
-@dataclass(frozen=True)
-class _Item:
-    """One video or image of a batch."""
-
-    patches: torch.Tensor
-    grid: torch.Tensor  # (1, …), as in `ModelInputs`
-    tokens: int  # 0 if unknown before the vision tower has run
-
-
-def _split_rows(
-    config: Any, ids: torch.Tensor, mask: torch.Tensor, visual_inputs: dict[str, Any]
-) -> Iterator[ModelInputs]:
-    """Split a processor's batch into rows without padding.
-
-    Raises:
-        TypeError: outputs that no supported model takes.
-        ValueError: the number of a row's placeholders does not match its videos or images.
-    """
-    rest = dict(visual_inputs)
-    types = rest.pop("mm_token_type_ids", None)
-    if types is None:
-        types = _types_by_placeholder(config, ids)
-    image_grids = rest.pop("image_grid_thw", rest.pop("image_sizes", None))
-    images = _items(config, rest.pop("pixel_values", None), image_grids)
-    videos = _items(config, rest.pop("pixel_values_videos", None), rest.pop("video_grid_thw", None))
-    image_counts = rest.pop("batch_num_images", None)  # LLaVA-OneVision: images of each row
-    seconds = rest.pop("second_per_grid_ts", None)
-    seconds_left = iter(() if seconds is None else seconds)
-    if rest:
-        raise TypeError(f"generate takes no {', '.join(sorted(rest))}")
-    for row in range(len(ids)):
-        unmasked = mask[row].bool()
-        row_types = types[row, unmasked]
-        count = None if image_counts is None else int(image_counts[row])
-        row_images = _take(images, int((row_types == IMAGE).sum()), row, "image", count=count)
-        row_videos = _take(videos, int((row_types == VIDEO).sum()), row, "video")
-        video_patches, video_grid = _joined(row_videos)
-        image_patches, image_grid = _joined(row_images)
-        row_seconds = None
-        if row_videos and seconds is not None:
-            row_seconds = torch.tensor([float(next(seconds_left)) for _ in row_videos])
-        yield ModelInputs(
-            ids[row : row + 1, unmasked],
-            token_types=row_types[None],
-            video_patches=video_patches,
-            video_grid=video_grid,
-            image_patches=image_patches,
-            image_grid=image_grid,
-            second_per_grid=row_seconds,
-        )
-
-
-def _types_by_placeholder(config: Any, ids: torch.Tensor) -> torch.Tensor:
-    """`mm_token_type_ids` for models whose processor does not return them."""
-    is_image = ids == getattr(config, "image_token_id", -1)
-    is_video = ids == getattr(config, "video_token_id", -1)
-    return IMAGE * is_image.long() + VIDEO * is_video.long()
-
-
-def _items(config: Any, patches: Any, grids: torch.Tensor | None) -> Iterator[_Item]:
-    """Videos or images of a batch, in its order."""
-    if patches is None:
-        return
-    if grids is None:
-        yield from _llava_videos(config, patches)
-    elif grids.shape[1] == 2:  # LLaVA-OneVision's images: (images, crops, 3, height, width)
-        for image, size in zip(patches, grids, strict=True):
-            yield _Item(image[None], grid=size[None], tokens=0)
-    else:
-        merged = config.vision_config.spatial_merge_size**2
-        start = 0
-        for grid in grids:
-            count = int(grid.prod())
-            yield _Item(patches[start : start + count], grid=grid[None], tokens=count // merged)
-            start += count
-
-
-def _llava_videos(config: Any, videos: Any) -> Iterator[_Item]:
-    """LLaVA-OneVision's videos: (videos, T, 3, height, width)."""
-    vision = config.vision_config
-    side = math.ceil(vision.image_size // vision.patch_size / 2)
-    for video in videos:
-        size = torch.tensor([[len(video), *video.shape[2:]]])
-        yield _Item(video, grid=size, tokens=len(video) * side**2 + 1)
-
-
-def _take(
-    items: Iterator[_Item], tokens: int, row: int, name: str, count: int | None = None
-) -> list[_Item]:
-    """Take a row's items from the batch's.
-
-    Args:
-        tokens: placeholders of the row; items are taken until they are filled.
-        count: number of items, if it is known.
-    """
-    if count is not None:
-        return list(islice(items, count))
-    taken: list[_Item] = []
-    filled = 0
-    while filled < tokens:
-        item = next(items, None)
-        if item is None:
-            break
-        taken.append(item)
-        filled += item.tokens
-    if filled != tokens:
-        raise ValueError(
-            f"row {row} has {tokens} placeholders of {name}s, which is no number of whole {name}s"
-        )
-    return taken
-
-
-def _joined(items: list[_Item]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Patches and grids of all items."""
-    if not items:
-        return None, None
-    return torch.cat([item.patches for item in items]), torch.cat([item.grid for item in items])

@@ -343,6 +343,8 @@ class Result:
         accepted: bonus tokens excluded.
         accept_counts: [i]: rounds in which i drafted tokens were accepted.
         reject_counts: [i]: rounds among these in which at least one more token was proposed.
+        scores, logits: (vocabulary,) float32 per token, behind and before the logits processors;
+            empty unless the row's sampling keeps them.
     """
 
     request_id: str
@@ -363,6 +365,8 @@ class Result:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     error: RequestError | None = None
+    scores: tuple[torch.Tensor, ...] = ()
+    logits: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass

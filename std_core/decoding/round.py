@@ -52,6 +52,18 @@ class RowRound(NamedTuple):
         return self.accepted < self.proposed
 
 
+class Verified(NamedTuple):
+    """What the full model gave behind a row's last token and behind each drafted one.
+
+    scores: (B, γ + 1, vocabulary) processed. broken: (B,) bool, rows whose logits are not finite.
+    logits: as `scores`, not processed; None unless the slots keep scores.
+    """
+
+    scores: torch.Tensor
+    broken: torch.Tensor
+    logits: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Round:
     """A round's outcome.
@@ -63,6 +75,7 @@ class Round:
         proposed: (B,) drafted tokens up to the row's end; those behind it could not be accepted.
         stopped: (B,) bool, the last kept token is a stop id.
         broken: (B,) bool, the full model gave no finite logits.
+        verified: scores and logits, if the slots keep them.
     """
 
     tokens: torch.Tensor
@@ -71,6 +84,12 @@ class Round:
     proposed: torch.Tensor
     stopped: torch.Tensor
     broken: torch.Tensor
+    verified: Verified | None = None
+
+    def of_row(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of scores and logits (count, vocabulary) of a row's new tokens, if kept."""
+        assert self.verified is not None and self.verified.logits is not None
+        return self.verified.scores[row, :count].clone(), self.verified.logits[row, :count].clone()
 
     def on_host(self) -> list[RowRound]:
         """Copy the outcome to the host, row by row.
@@ -104,9 +123,10 @@ def decode_round(
     """
     slots.reserve(max(gamma + 1, slots.strict))
     drafted = propose(slots, gamma)
-    scores, broken = verify(model, slots, drafted.tokens, probe)
-    tokens, accepted = accept(slots, drafted, scores)
-    return commit(slots, tokens, accepted, broken)
+    verified = verify(model, slots, drafted.tokens, probe)
+    tokens, accepted = accept(slots, drafted, verified.scores)
+    done = commit(slots, tokens, accepted, verified.broken)
+    return replace(done, verified=verified) if slots.keeps_scores else done
 
 
 @torch.inference_mode()
@@ -181,14 +201,11 @@ def prompt_lookup(slots: Slots, gamma: int, longest: int = 3) -> Drafted:
 
 def verify(
     model: Model, slots: Slots, drafted: torch.Tensor, probe: AttentionProbe | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Verified:
     """Compute the full model's scores behind the last token and each drafted one, in one step.
 
     Args:
         drafted: (B, γ).
-
-    Returns:
-        (B, γ + 1, vocabulary) processed scores, and (B,) bool, rows whose logits are not finite.
     """
     tokens = torch.cat([slots.last, drafted], dim=1)
     width = tokens.shape[1]
@@ -206,7 +223,8 @@ def verify(
     )
     logits = model.step(tokens, positions, kv)[:, :width]
     broken = ~is_finite(logits).all(-1)
-    return slots.process_logits(logits, slots.total), broken
+    kept = logits.to(torch.float32, copy=True) if slots.keeps_scores else None
+    return Verified(slots.process_logits(logits, slots.total), broken, kept)
 
 
 def is_finite(logits: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,7 @@ class Slots:
         row_errors: by row, what its logits processors have raised since it was admitted.
         headroom: entries behind a row's maximal length that were reserved at its admission. 0: each
             round reserves the room it needs, which waits for the device.
+        keeps_scores: rounds return their scores and logits.
     """
 
     prefix: KVCache
@@ -74,6 +75,7 @@ class Slots:
     logits_processors: LogitsProcessors | None = None
     headroom: int = 0
     row_errors: dict[int, RequestError] = field(default_factory=dict)
+    keeps_scores: bool = False
 
     @classmethod
     def empty(cls, model: Model, count: int, generator: torch.Generator, strict: int = 0) -> Slots:

@@ -27,12 +27,18 @@ from std_core.types import RequestError, Sampling
 
 @dataclass(frozen=True)
 class ResolvedSampling:
-    """A request's sampling, with the checkpoint's defaults filled in, for one prompt."""
+    """A request's sampling, with the checkpoint's defaults filled in, for one prompt.
+
+    Args:
+        sample: else greedy.
+        keeps_scores: the result has the scores and logits of its tokens.
+    """
 
     processors: LogitsProcessorList
     stop_ids: tuple[int, ...]
-    sample: bool  # else greedy
+    sample: bool
     seed: int | None
+    keeps_scores: bool = False
 
     @property
     def unseeded(self) -> bool:

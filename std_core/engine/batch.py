@@ -204,6 +204,7 @@ class Batch:
         samplings = [row.sampling if row is not None else None for row in self.rows]
         slots.samplings = samplings
         slots.sampling_state = SamplingState.of(samplings, slots.generator)
+        slots.keeps_scores = any(s is not None and s.keeps_scores for s in samplings)
         slots.logits_processors = LogitsProcessors.of(samplings, slots.vocab_size, device)
         slots.active = torch.tensor([row is not None for row in self.rows], device=device)
         slots.stop_ids = torch.tensor(_padded_stop_ids(samplings), device=device)
@@ -220,7 +221,8 @@ class Batch:
         """Run a round and yield the results of the rows that it finishes."""
         began = time.perf_counter()
         gamma = self._next_gamma()
-        outcomes = self._decode(gamma).on_host()
+        done = self._decode(gamma)
+        outcomes = done.on_host()
         running = self.running
         seconds = (time.perf_counter() - began) / running
         self.context.counters.rounds += 1
@@ -232,6 +234,8 @@ class Batch:
             if row is None:
                 continue
             row.record_round(outcome, gamma, seconds)
+            if row.sampling.keeps_scores:
+                row.record_scores(*done.of_row(slot, len(outcome.tokens)))
             accepted += outcome.accepted > 0
             rejected += outcome.rejected and outcome.accepted == 0
             result = self._finished(row, outcome, self.slots.row_errors.get(slot))
@@ -253,7 +257,9 @@ class Batch:
         if error is None and outcome.broken:
             message = f"the model gave no finite logits after {len(row.token_ids)} tokens"
             error = RequestError("nan_logits", message)
-        return row.finished(outcome.stopped, self.context.checkpoint.decode, error)
+        return row.finished(
+            outcome.stopped, self.context.checkpoint.decode, self.context.end_check, error
+        )
 
     def _next_gamma(self) -> int:
         """γ of the next round.

@@ -5,8 +5,8 @@ captured round never waits for a length: lengths stay on the device, kernels cov
 capacity, and all the room that a row may need is reserved at its admission (`Slots.headroom`). A
 graph is bound to addresses. It is captured per γ, number of slots and size of the caches, and the
 small tensors that change with the running rows are copied into buffers that stay in place. A round
-that needs the host is not captured: sampling without a seed, refresh, and logits processors that
-`LogitsProcessors` does not support.
+that needs the host is not captured: sampling without a seed, refresh, kept scores, and logits
+processors that `LogitsProcessors` does not support.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CapturedRounds:
         """
         slots = self.slots
         processors = slots.logits_processors
-        if slots.sampling_state.fresh or processors is None:
+        if slots.sampling_state.fresh or processors is None or slots.keeps_scores:
             return body()
         self._move_to_buffers()
         shape = (key, *self._control_flow(processors))

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from std_core.decoding.token_sampling import ResolvedSampling, resolve_sampling
 from std_core.engine.batch import Batch
-from std_core.engine.context import EngineContext
+from std_core.engine.context import EngineContext, Resolve
 from std_core.engine.draft_models import DraftModels
 from std_core.engine.prefixes import PrefixStore
+from std_core.engine.row import EndCheck
 from std_core.model.checkpoint import DTYPE_BYTES, Checkpoint, ModelInputs
 from std_core.model.model import Model
 from std_core.model.tensor_parallel import SINGLE_RANK, join_group, unshardable_reason
@@ -123,6 +125,9 @@ class Engine:
         draft: Draft | None,
         prepare: Callable[[Request], ModelInputs] | None = None,
         mode: Mode = "std",
+        *,
+        resolve: Resolve | None = None,
+        end_check: EndCheck | None = None,
     ) -> Iterator[Result]:
         """Answer every request once, in the order in which they finish.
 
@@ -135,6 +140,10 @@ class Engine:
             prepare: makes a request's token ids and pixels; the checkpoint's own `inputs` if not
                 given.
             mode: `sparse` outputs what is drafted, without verification: lossy.
+            resolve: how a request's tokens are chosen; by its own sampling and the checkpoint's
+                generation configuration if not given.
+            end_check: ends rows for reasons that their sampling does not state; see
+                `EngineContext`.
 
         Rows that sample without a seed draw from a generator of the run's own, which is seeded by
         a draw from torch's default one: every run is different, and `torch.manual_seed` repeats it.
@@ -144,13 +153,17 @@ class Engine:
                 its γ.
         """
         synchronize_requests = self.model.tp_group.synchronize_requests(iter(requests))
-        yield from self.new_batch(draft, prepare, mode).run(synchronize_requests)
+        batch = self.new_batch(draft, prepare, mode, resolve=resolve, end_check=end_check)
+        yield from batch.run(synchronize_requests)
 
     def new_batch(
         self,
         draft: Draft | None,
         prepare: Callable[[Request], ModelInputs] | None = None,
         mode: Mode = "std",
+        *,
+        resolve: Resolve | None = None,
+        end_check: EndCheck | None = None,
     ) -> Batch:
         """Empty slots for one run; see `run`."""
         context = EngineContext(
@@ -162,8 +175,13 @@ class Engine:
             max_num_seqs=self.max_num_seqs,
             prefill_chunk=self.prefill_chunk,
             strict=self.strict,
+            resolve=resolve or self._resolve,
+            end_check=end_check,
         )
         return Batch(context, draft, prepare or self.checkpoint.preprocess, mode)
+
+    def _resolve(self, request: Request, prompt: torch.Tensor) -> ResolvedSampling:
+        return resolve_sampling(self.model.hf, request.sampling, prompt, self.model.vocab_size)
 
     def _prefix_store(self) -> PrefixStore:
         """The kept store, or an empty one."""

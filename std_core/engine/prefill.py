@@ -20,7 +20,6 @@ from std_core.decoding.token_sampling import (
     ResolvedSampling,
     SamplingState,
     process_logits,
-    resolve_sampling,
     sample_tokens,
 )
 from std_core.engine.context import EngineContext
@@ -98,7 +97,8 @@ class Prefill:
         decode = self.context.checkpoint.decode
         try:
             row = yield from self._prefill(request, slot)
-            return row.finished(row.token_ids[0] in row.sampling.stop_ids, decode) or row
+            stopped = row.token_ids[0] in row.sampling.stop_ids
+            return row.finished(stopped, decode, self.context.end_check) or row
         except RequestError as error:
             self.slots.reset(slot)
             return Result(
@@ -113,9 +113,7 @@ class Prefill:
         with isolated("placing the prompt"):
             prompt = Prompt.of(request, inputs, self.model, max_model_len)
         with isolated("resolving the sampling parameters"):
-            sampling = resolve_sampling(
-                self.model.hf, request.sampling, prompt.ids, self.model.vocab_size
-            )
+            sampling = self.context.resolve(request, prompt.ids)
             sampler = _Sampler.of(sampling, self.slots)
         max_tokens = min(request.sampling.max_tokens, max_model_len - prompt.length)
         self._reserve(prompt, max_tokens)
@@ -128,10 +126,11 @@ class Prefill:
         if not logits.isfinite().all():
             raise RequestError("nan_logits", "the model gave no finite logits behind the prompt")
         view = yield from self.draft_view.build(prompt, slot, prefix.row, mass)
-        first_token = self._first_token(prompt, slot, sampler, logits)
+        raw_logits = logits.to(torch.float32, copy=True) if sampling.keeps_scores else None
+        first_token, scores = self._first_token(prompt, slot, sampler, logits)
         self.slots.remaining[slot] = max_tokens - 1
         max_accepted = self.draft.gamma if self.draft else 0
-        return Row(
+        row = Row(
             request=request,
             sampling=sampling,
             prefix=prefix.row,
@@ -147,6 +146,9 @@ class Prefill:
             draft_kv=view.draft_kv,
             token_ids=[first_token],
         )
+        if raw_logits is not None:
+            row.record_scores(scores[None], raw_logits[None])
+        return row
 
     def _seed_generator(self) -> None:
         """Seed the run's generator, once, by a draw from the default one of the model's device.
@@ -249,18 +251,22 @@ class Prefill:
 
     def _first_token(
         self, prompt: Prompt, slot: int, sampler: _Sampler, logits: torch.Tensor
-    ) -> int:
-        """Set the slot's counts to the end of the prompt and sample the first token."""
+    ) -> tuple[int, torch.Tensor]:
+        """Set the slot's counts to the end of the prompt and sample the first token.
+
+        Returns:
+            The token, and its processed scores (vocabulary,).
+        """
         slots = self.slots
         n = prompt.length
         slots.position[slot] = prompt.next_position
         slots.total[slot] = n + 1
         slots.reserve_history(n + 1)
         slots.history[slot, :n] = prompt.ids
-        token = sampler.first_token(logits, slots.history[slot : slot + 1], n)
+        token, scores = sampler.first_token(logits, slots.history[slot : slot + 1], n)
         slots.history[slot, n] = token
         slots.generated[slot] = 1
-        return token
+        return token, scores
 
 
 class _Sampler(NamedTuple):
@@ -279,12 +285,17 @@ class _Sampler(NamedTuple):
         processors = LogitsProcessors.of([sampling], slots.vocab_size, slots.total.device)
         return cls(sampling, SamplingState.of([sampling], slots.generator), processors)
 
-    def first_token(self, logits: torch.Tensor, history: torch.Tensor, length: int) -> int:
+    def first_token(
+        self, logits: torch.Tensor, history: torch.Tensor, length: int
+    ) -> tuple[int, torch.Tensor]:
         """Sample the token behind a prompt.
 
         Args:
             logits: (vocabulary,).
             history: (1, capacity), of which the first `length` ids are the prompt.
+
+        Returns:
+            The token, and its processed scores (vocabulary,).
         """
         lengths = torch.tensor([length], device=history.device)
         if self.processors is not None:
@@ -292,4 +303,4 @@ class _Sampler(NamedTuple):
         else:
             scores = process_logits(logits[None, None], [self.sampling], history, lengths)
         place = torch.zeros(1, 1, dtype=torch.long, device=logits.device)
-        return int(sample_tokens(scores, self.state, place))
+        return int(sample_tokens(scores, self.state, place)), scores[0, 0]

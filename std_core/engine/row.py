@@ -13,6 +13,8 @@ from std_core.decoding.token_sampling import ResolvedSampling
 from std_core.types import FinishReason, Request, RequestError, Result
 
 Decode = Callable[[list[int]], str]
+# The number of its tokens at which a row ends; None if it goes on.
+EndCheck = Callable[["Row"], int | None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Row:
         accept_counts: [i]: rounds in which i drafted tokens were accepted.
         reject_counts: [i]: rounds among these in which at least one more token was proposed.
         draft_kv: None if nothing was selected for the draft.
+        scores, logits: (vocabulary,) of each token, if its sampling keeps them.
     """
 
     request: Request
@@ -61,6 +64,8 @@ class Row:
     drafted: int = 0
     proposed: int = 0
     decode_s: float = 0.0
+    scores: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
 
     def record_round(self, done: RowRound, gamma: int, seconds: float) -> None:
         """Add a round's tokens and counts."""
@@ -71,30 +76,49 @@ class Row:
         self.accept_counts[done.accepted] += 1
         self.reject_counts[done.accepted] += done.rejected
 
+    def record_scores(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add those of new tokens, (n, vocabulary) each."""
+        self.scores += scores.unbind()
+        self.logits += logits.unbind()
+
     def finished(
-        self, stopped: bool, decode: Decode, error: RequestError | None = None
+        self,
+        stopped: bool,
+        decode: Decode,
+        end_check: EndCheck | None = None,
+        error: RequestError | None = None,
     ) -> Result | None:
         """Return the row's result if it ends now, None if it goes on.
 
         Args:
             stopped: the newest token is a stop id.
+            end_check: of the run; what it raises ends the run.
             error: ends the row.
         """
+        end = None
+        if error is None and end_check is not None:
+            end = end_check(self)
         try:
             with isolated("decoding the text"):
                 if error is not None:
                     return self.result("error", decode, error)
-                reason = self.finish_reason(stopped, decode)
+                reason = self.finish_reason(stopped, decode, end)
                 return self.result(reason, decode) if reason else None
         except RequestError as undecodable:
             return self.result("error", lambda ids: "", error or undecodable)
 
-    def finish_reason(self, stopped: bool, decode: Decode) -> FinishReason | None:
-        """Return why the row ends now, None if it goes on; cut its tokens behind a stop text.
+    def finish_reason(
+        self, stopped: bool, decode: Decode, end: int | None = None
+    ) -> FinishReason | None:
+        """Return why the row ends now, None if it goes on; cut its tokens behind its end.
 
         Args:
             stopped: the newest token is a stop id.
+            end: number of tokens at which it ends, if the run's check has given one.
         """
+        if end is not None:
+            del self.token_ids[end:]
+            return "stop"
         if self.request.sampling.stop:
             count = self._tokens_to_stop_text(decode)
             if count is not None:
@@ -144,4 +168,6 @@ class Row:
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
             error=error,
+            scores=tuple(self.scores[: len(self.token_ids)]),
+            logits=tuple(self.logits[: len(self.token_ids)]),
         )

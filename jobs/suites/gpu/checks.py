@@ -367,7 +367,9 @@ def _tokens_unlike_generate(device: str, draft: Draft, tiny: bool) -> float:
     ids, mask = _ragged_prompts(device, 70 if tiny else 1200)
     options: dict[str, Any] = {"max_new_tokens": 4 if tiny else 48, "do_sample": False}
     expected = model.generate(input_ids=ids, attention_mask=mask, **options)
-    drafted = sparse_to_dense(model, draft, max_num_seqs=2).generate(ids, mask, **options)
+    drafted = sparse_to_dense(model, draft, max_num_seqs=2).generate(
+        ids, attention_mask=mask, **options
+    )
     return float((drafted != expected).sum())
 
 
@@ -378,7 +380,7 @@ def _tokens_unlike_strict_dense(device: str) -> float:
 
     def generate(draft: Draft) -> torch.Tensor:
         engine = sparse_to_dense(model, draft, max_num_seqs=2, strict=8)
-        return engine.generate(ids, mask, max_new_tokens=48, do_sample=False)
+        return engine.generate(ids, attention_mask=mask, max_new_tokens=48, do_sample=False)
 
     lookup = generate(Draft("ngram", gamma=1))
     sparse = generate(Draft("std", keep=0.2, gamma=5))

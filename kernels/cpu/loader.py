@@ -1,11 +1,11 @@
-"""Build and load the C++ kernels.
+"""Load the C++ kernels.
 
     supports(name, tensor) -> whether a kernel exists for the tensor's device and dtype
     kernel(name, dtype) -> the C function; `SIGNATURES` lists its arguments
 
-The machine's own compiler builds the kernels on first use. The library lies in the user's cache
-folder, named by a hash of its sources, compiler and instruction set. Without AVX-512, without a
-compiler, or with STD_CAPTION_CPU_KERNELS=0 there are no kernels, and PyTorch's operations are used.
+The machine's own compiler builds the kernels on first use (`library.py`). Without AVX-512, without
+a compiler or a library from an earlier run, or with STD_CAPTION_CPU_KERNELS=0 there are no kernels,
+and PyTorch's operations are used.
 
 The library is not linked to an OpenMP runtime: it uses the one that PyTorch has loaded. Two
 runtimes in one process would slow each other down.
@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
-import shutil
-import subprocess
-import tempfile
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from std_core.kernels.cpu.library import Library, LibraryUnavailable, find_or_build
+from std_core.kernels.cpu.signatures import SIGNATURES
 
 logger = logging.getLogger(__name__)
 
@@ -33,66 +32,6 @@ FOLDER = Path(__file__).parent
 SOURCES = ("attention.cpp", "linear.cpp", "draft_linear.cpp", "gumbel_noise.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=off", "-w")
 DTYPE_SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
-
-_C_TYPES: dict[str, Any] = {
-    "pointer": ctypes.c_void_p,
-    "int64": ctypes.c_int64,
-    "int": ctypes.c_int,
-    "float": ctypes.c_float,
-}
-
-
-def _signature(*declarations: str) -> dict[str, Any]:
-    """C types by argument name, in the kernel's order, from lines such as "pointer x y"."""
-    types = {}
-    for declaration in declarations:
-        type_name, *names = declaration.split()
-        types.update(dict.fromkeys(names, _C_TYPES[type_name]))
-    return types
-
-
-_LOW_BIT_LINEAR = _signature(
-    "pointer x weight scale offset bias y", "int rows in_channels out_channels threads"
-)
-
-SIGNATURES: dict[str, dict[str, Any]] = {
-    "attend_rows": _signature(
-        "pointer query key value",
-        "int64 row_stride head_stride",
-        "pointer prefix_key prefix_value",
-        "int64 prefix_stride prefix_head_stride",
-        "pointer lengths prefix_of_row prefix_lengths",
-        "int rows heads kv_heads width dim prefixes",
-        "float scale",
-        "pointer output logsumexp",
-        "int threads",
-    ),
-    "attend_chunk": _signature(
-        "pointer query segments",
-        "int num_segments heads kv_heads width dim",
-        "float scale",
-        "pointer output logsumexp",
-        "int threads",
-    ),
-    "write_rows": _signature(
-        "pointer new",
-        "int64 row_stride head_stride token_stride",
-        "pointer cache",
-        "int64 cache_row_stride cache_head_stride",
-        "pointer lengths",
-        "int rows kv_heads width dim",
-    ),
-    "linear": _signature("pointer x weight up bias y", "int rows in_channels out_channels threads"),
-    "rms_norm": _signature("pointer x weight y", "int rows width", "float eps"),
-    "int8": _LOW_BIT_LINEAR,
-    "int4": _LOW_BIT_LINEAR,
-    "sparse": _signature(
-        "pointer x weight y", "int rows in_channels out_channels", "float threshold", "int threads"
-    ),
-    "draw": _signature(
-        "pointer scores seeds seeded positions tokens", "int rows width vocabulary threads"
-    ),
-}
 
 
 def supports(name: str, tensor: torch.Tensor) -> bool:
@@ -112,22 +51,38 @@ def kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 @functools.cache
 def _kernels() -> dict[tuple[str, torch.dtype], Callable[..., None]]:
-    """The library's kernels by name and dtype; empty where it cannot be built."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    """The library's kernels by name and dtype; empty where there is none."""
     enabled = os.environ.get("STD_CAPTION_CPU_KERNELS", "1") != "0"
     has_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
-    if not enabled or compiler is None or not has_avx512:
+    if not enabled or not has_avx512:
         return {}
     try:
-        library = _cache_folder() / f"{_build_hash(compiler)}.so"
-        if not library.exists():
-            _build(compiler, library)
-    except (OSError, subprocess.CalledProcessError) as error:
-        logger.warning(
-            "cannot build the C++ kernels, PyTorch's operations are used instead: %s", error
-        )
+        return _load(find_or_build(_library()))
+    except (LibraryUnavailable, OSError) as error:
+        logger.warning("no C++ kernels, PyTorch's operations are used instead: %s", error)
         return {}
-    return _load(library)
+
+
+def _library() -> Library:
+    """The kernels' library."""
+    return Library(
+        sources=tuple(FOLDER / name for name in SOURCES),
+        headers=(FOLDER / "common.h",),
+        flags=FLAGS,
+        self_test=FOLDER / "self_test.py",
+        preload=_openmp_runtime(),
+    )
+
+
+def _openmp_runtime() -> tuple[str, ...]:
+    """Files of the OpenMP runtime that PyTorch has loaded into this process."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return ()
+    fields = [line.split(maxsplit=5) for line in maps.read_text().splitlines()]
+    files = [line[5] for line in fields if len(line) == 6]
+    runtimes = [file for file in files if re.match(r"lib(gomp|iomp5|omp)\b", Path(file).name)]
+    return tuple(dict.fromkeys(runtimes))
 
 
 def _load(path: Path) -> dict[tuple[str, torch.dtype], Callable[..., None]]:
@@ -142,33 +97,3 @@ def _load(path: Path) -> dict[tuple[str, torch.dtype], Callable[..., None]]:
                 function.restype = None
                 kernels[name, dtype] = function
     return kernels
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "std-caption"
-
-
-def _build_hash(compiler: str) -> str:
-    """Hash of everything that the library depends on."""
-    digest = hashlib.sha256(repr((compiler, FLAGS)).encode())
-    for name in ("common.h", *SOURCES):
-        digest.update((FOLDER / name).read_bytes())
-    command = [compiler, *FLAGS, "-Q", "--help=target"]  # what -march=native means here
-    digest.update(subprocess.run(command, capture_output=True, check=True).stdout)
-    return digest.hexdigest()[:16]
-
-
-def _build(compiler: str, library: Path) -> None:
-    """Compile in a temporary folder and move the result into place.
-
-    The move is atomic, so that engines which start at the same time do not disturb one another.
-    """
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        objects = [f"{folder}/{name}.o" for name in SOURCES]
-        for name, target in zip(SOURCES, objects, strict=True):
-            subprocess.run([compiler, *FLAGS, "-c", str(FOLDER / name), "-o", target], check=True)
-        linked = f"{folder}/kernels.so"
-        subprocess.run([compiler, "-shared", "-o", linked, *objects], check=True)
-        os.replace(linked, library)

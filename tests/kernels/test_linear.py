@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -103,9 +105,12 @@ def test_fast_modules_share_the_models_parameters_and_results() -> None:
 
 
 def test_pytorch_is_used_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And without a library from an earlier run."""
     monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with mock.patch.object(loader, "_kernels", loader._kernels.__wrapped__):
         assert not loader.supports("linear", torch.empty(1))
         tree = nn.Sequential(nn.Linear(4, 4))

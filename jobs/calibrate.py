@@ -39,6 +39,9 @@ class Flags:
     contexts: str = flag("512,2048,8192", "context lengths of the grid, in tokens")
     rows: str = flag("1,8", "batch sizes of the grid")
     drafts: str = flag("std,int8,int4,ngram", "presets of conf/draft that the scheduler may choose")
+    keeps: str = flag(
+        "0.03,0.06,0.12,0.2,0.35,0.6", "shares of the visual entries that a draft may keep"
+    )
     tokens: int = flag(24, "generated tokens per row in a pair of timed segments")
     pairs: int = flag(3, "pairs of timed segments, dense and drafted in turn")
     retrieval: bool = flag(False, "test drafts without verification, for --mode sparse")
@@ -51,7 +54,7 @@ def main(argv: list[str]) -> int:
         Flags, argv, Path(__file__).name, description=__doc__ or "", required=("output",)
     )
     from jobs.calibration import measure
-    from jobs.suites.shared.flags import parse_drafts, parse_numbers
+    from jobs.suites.shared.flags import parse_drafts, parse_numbers, parse_shares
 
     began = time.monotonic()
     torch.set_num_threads(flags.threads)
@@ -65,6 +68,7 @@ def main(argv: list[str]) -> int:
             drafts=parse_drafts(flags.drafts),
             tokens=flags.tokens,
             pairs=flags.pairs,
+            keeps=parse_shares("keeps", flags.keeps),
             retrieval=flags.retrieval,
         ),
         flags.threads,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from jobs.calibration import retrieval
+from jobs.calibration import agreement, retrieval
 from jobs.suites.shared import activations, workload
 from jobs.suites.shared.flags import require_device
 from jobs.suites.shared.paired_timing import LoopTimes, PairedLoops
@@ -21,7 +21,11 @@ from jobs.suites.shared.timing import read_bandwidth, wall_seconds
 from jobs.suites.shared.workload import Workload
 from pipeline.config import model_path
 from pipeline.records import UsageError
-from std_core.cost_model.acceptance import AcceptanceCounts, count_accepted_rejected
+from std_core.cost_model.acceptance import (
+    AcceptanceCounts,
+    KeepAgreement,
+    count_accepted_rejected,
+)
 from std_core.cost_model.device_specs import local_device
 from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import (
@@ -63,6 +67,7 @@ class CalibrationGrid:
         tokens: per row of a timed segment, and of an answer.
         pairs: of segments in each cell.
         texts: of each context, at least.
+        keeps: shares of the visual entries, at which drafts that select entries are compared.
         retrieval: whether drafts are also tried without verification.
     """
 
@@ -72,6 +77,7 @@ class CalibrationGrid:
     tokens: int = 24
     pairs: int = 3
     texts: int = 8
+    keeps: tuple[float, ...] = ()
     retrieval: bool = False
 
     @property
@@ -104,6 +110,7 @@ class Measurements:
     draft_steps: dict[Draft, list[TimedStep]] = field(default_factory=dict)
     one_time: dict[Draft, list[SizedTime]] = field(default_factory=dict)
     acceptance: dict[Draft, list[AcceptanceCounts]] = field(default_factory=dict)
+    agreements: dict[Draft, list[KeepAgreement]] = field(default_factory=dict)
     retrieved: dict[Draft, list[RetrievalScore]] = field(default_factory=dict)
     noise: list[float] = field(default_factory=list)
     prefill: list[SizedTime] = field(default_factory=list)
@@ -194,7 +201,9 @@ class Calibration:
                 self.device.bandwidth,
             )
             self._measure_cell(cell)
-        self._measure_acceptance(replace(engine, max_num_seqs=max(grid.rows)), whole)
+        all_rows = replace(engine, max_num_seqs=max(grid.rows))
+        self._measure_acceptance(all_rows, whole)
+        self._measure_agreement(all_rows, whole)
         if grid.retrieval:
             drafts = [draft for draft in grid.drafts if draft.supports_unverified]
             for draft, result in retrieval.measure_retrieval(self.engine, drafts, context).items():
@@ -278,6 +287,31 @@ class Calibration:
                 accepted = AcceptanceCounts(context, kind, *counts, sampled)
                 self.measured.acceptance.setdefault(draft, []).append(accepted)
 
+    def _measure_agreement(self, engine: Engine, whole: Workload) -> None:
+        """Agreement of each draft that selects entries, at every keep, on greedy captions."""
+        drafts = [draft for draft in self.grid.drafts if agreement.can_choose_keep(draft)]
+        if not drafts or not self.grid.keeps:
+            return
+        captions = workload.with_max_tokens(
+            workload.requests_of_kind(whole, "caption"), CAPTION_FACTOR * self.grid.tokens
+        )
+        context = round(_mean_prompt(whole, captions))
+        texts = agreement.write_texts(engine, captions, whole.prepare)
+        for draft in drafts:
+            keeps = sorted({*self.grid.keeps, draft.keep})
+            self.measured.agreements.setdefault(draft, []).extend(
+                agreement.measure_agreement(
+                    engine,
+                    captions,
+                    whole.prepare,
+                    texts=texts,
+                    draft=draft,
+                    keep=keep,
+                    context=context,
+                )
+                for keep in keeps
+            )
+
     def _measure_unions(self) -> tuple[UnionFraction, ...]:
         """u_B for every share of channels that a draft of the grid computes with."""
         shares = sorted({draft.channels for draft in self.grid.drafts if draft.channels < 1})
@@ -313,6 +347,7 @@ class Calibration:
             acceptance=tuple(measured.acceptance[draft]),
             second_model=second,
             retrieval_scores=tuple(measured.retrieved.get(draft, ())),
+            keep_agreements=tuple(measured.agreements.get(draft, ())),
         )
 
 

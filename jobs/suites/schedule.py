@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from jobs.calibration import agreement
 from jobs.suites.shared import workload
 from jobs.suites.shared.flags import (
     EngineFlags,
@@ -382,10 +383,19 @@ def summarize(cells: Sequence[WaveCell], settings: Sequence[Draft | None]) -> di
         "scheduler_vs_oracle": round(oracle_s / planned_s, 3),
         "best_fixed": describe_draft(best_fixed),
         "oracle_winners": winners,
+        "chosen_keeps": _chosen_keeps(cells),
         "oracle_vs_best_fixed": round(headroom, 3),
         "failed": _uninformative(winners, headroom),
         "cells": [_row(cell) for cell in cells],
     }
+
+
+def _chosen_keeps(cells: Sequence[WaveCell]) -> list[float]:
+    """The different shares of visual entries among the choices that select entries."""
+    drafts = [cell.chosen.draft for cell in cells]
+    return sorted(
+        {draft.keep for draft in drafts if draft is not None and agreement.can_choose_keep(draft)}
+    )
 
 
 def _uninformative(winners: int, headroom: float) -> str | None:

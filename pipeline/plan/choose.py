@@ -6,6 +6,7 @@ queue, no engine and no clock here.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from pipeline.plan.history import History, without_gamma
 from pipeline.plan.round_time import RoundPredictor
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption
-from std_core.cost_model.acceptance import AcceptanceCounts, AcceptanceCurve
+from std_core.cost_model.acceptance import AcceptanceCounts, AcceptanceCurve, log_odds
 from std_core.cost_model.profile import CalibratedDraft, DraftSetupLatency, Profile
 from std_core.types import Draft, GammaSchedule
 
@@ -73,7 +74,7 @@ class DraftPlanner:
         self, dense: DraftOption | None, wave: WaveSummary, wave_index: int
     ) -> tuple[DraftOption, ...]:
         options = [] if dense is None else [dense]
-        options += filter(None, (self._best_gamma(draft, wave) for draft in self.profile.drafts))
+        options += filter(None, (self._best_variant(draft, wave) for draft in self.profile.drafts))
         ranked = sorted(
             _with_speedups(options, dense), key=lambda option: option.seconds_per_request
         )
@@ -171,7 +172,7 @@ class DraftPlanner:
         similar = [c for c in self.profile.drafts if _family(c.draft) == _family(draft)]
         exact = [c for c in similar if without_gamma(c.draft) == without_gamma(draft)]
         if matches := exact or similar:
-            return replace(matches[0], draft=draft)
+            return matches[0].with_draft(draft)
         return CalibratedDraft(draft, self.profile.latency, DraftSetupLatency(), (UNCALIBRATED,))
 
     def _acceptance_by_kind(
@@ -182,9 +183,25 @@ class DraftPlanner:
             return {kind: NO_DRAFT for kind, _ in wave.kinds}
         return {
             kind: self.history.acceptance(calibrated.draft, kind)
-            or calibrated.acceptance_curve(wave.context, kind, self.config.sampled)
+            or self._calibrated_acceptance(calibrated, wave.context, kind)
             for kind, _ in wave.kinds
         }
+
+    def _calibrated_acceptance(
+        self, calibrated: CalibratedDraft, context: float, kind: str
+    ) -> AcceptanceCurve:
+        """As calibrated, moved by what this run has shown of the draft at other keeps."""
+        curve = calibrated.acceptance_curve(context, kind, self.config.sampled)
+        family = _family(calibrated.draft)
+        shifts = []
+        for draft in self.history.drafts_seen(kind):
+            seen = self.history.acceptance(draft, kind)
+            if seen is None or _family(draft) != family:
+                continue
+            expected = calibrated.with_draft(draft)
+            expected_curve = expected.acceptance_curve(context, kind, self.config.sampled)
+            shifts.append(log_odds(seen.at(0)) - log_odds(expected_curve.at(0)))
+        return curve.shifted(statistics.fmean(shifts)) if shifts else curve
 
     def _mean_acceptance(self, calibrated: CalibratedDraft, wave: WaveSummary) -> AcceptanceCurve:
         """Mean over a wave's requests."""
@@ -197,11 +214,15 @@ class DraftPlanner:
             )
         )
 
-    # --- γ ---------------------------------------------------------------------------------------
+    # --- keep and γ ------------------------------------------------------------------------------
 
-    def _best_gamma(self, calibrated: CalibratedDraft, wave: WaveSummary) -> DraftOption | None:
-        """A draft with the γ of the least predicted time; None if it fits with no γ."""
-        predictions = (self.predict(each, wave) for each in self._with_each_gamma(calibrated))
+    def _best_variant(self, calibrated: CalibratedDraft, wave: WaveSummary) -> DraftOption | None:
+        """A draft with the keep and γ of the least predicted time; None if it fits with none."""
+        predictions = (
+            self.predict(variant, wave)
+            for kept in _with_each_keep(calibrated)
+            for variant in self._with_each_gamma(kept)
+        )
         fitting = [option for option in predictions if option is not None]
         return min(fitting, key=lambda option: option.seconds_per_request, default=None)
 
@@ -209,7 +230,7 @@ class DraftPlanner:
         """A draft with every γ; with `--strict`, a verification has to hold γ + 1 tokens."""
         limit = self.config.strict
         return [
-            replace(calibrated, draft=replace(calibrated.draft, gamma=gamma))
+            calibrated.with_draft(replace(calibrated.draft, gamma=gamma))
             for gamma in GAMMAS
             if not limit or gamma < limit
         ]
@@ -277,6 +298,15 @@ def _with_speedups(options: Sequence[DraftOption], dense: DraftOption | None) ->
 def _family(draft: Draft) -> Draft:
     """What drafts that take about equally long and are accepted about equally often share."""
     return replace(draft, gamma=1, keep=1.0, k=None)
+
+
+def _with_each_keep(calibrated: CalibratedDraft) -> list[CalibratedDraft]:
+    """A draft with every keep that was calibrated; as it is where a number of entries is given."""
+    if calibrated.draft.k is not None:
+        return [calibrated]
+    return [
+        calibrated.with_draft(replace(calibrated.draft, keep=keep)) for keep in calibrated.keeps
+    ]
 
 
 def _tokens_by_gamma(curve: AcceptanceCurve) -> dict[int, float]:

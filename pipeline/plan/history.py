@@ -78,6 +78,14 @@ class History:
             tuple(statistics.median(curve.at(i) for curve in curves) for i in positions)
         )
 
+    def drafts_seen(self, kind: str) -> list[Draft]:
+        """The drafts, with γ = 1, whose acceptance on a kind of prompt was seen."""
+        return [
+            draft
+            for draft, of_kind in self.acceptance_curves
+            if of_kind == kind and isinstance(draft, Draft)
+        ]
+
     def length(self, kind: str) -> float | None:
         """Generated tokens for a kind of prompt; None if no wave has shown it."""
         return _median(self.mean_lengths, (kind,))

@@ -59,10 +59,19 @@ class AcceptanceCurve:
         """Return the probabilities that a round writes more than 0, 1, … γ tokens."""
         return [math.prod(map(self.at, range(place))) for place in range(gamma + 1)]
 
+    def shifted(self, log_odds: float) -> AcceptanceCurve:
+        """Add `log_odds` to the log odds of all places."""
+        factor = math.exp(log_odds)
+        return AcceptanceCurve(tuple(p * factor / (p * factor + 1 - p) for p in self.by_place))
+
     def rescaled(self, first: float) -> AcceptanceCurve:
         """Set the probability at place 0 to `first` and scale the odds of all places alike."""
-        odds = first / (1 - first) * (1 - self.by_place[0]) / self.by_place[0]
-        return AcceptanceCurve(tuple(p * odds / (p * odds + 1 - p) for p in self.by_place))
+        return self.shifted(log_odds(first) - log_odds(self.by_place[0]))
+
+
+def log_odds(probability: float) -> float:
+    """Return log(p / (1 − p)) of a probability that is neither 0 nor 1."""
+    return math.log(probability / (1 - probability))
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,95 @@ class AcceptanceCounts:
     accepted: tuple[int, ...]
     rejected: tuple[int, ...]
     sampled: bool = False
+
+
+@dataclass(frozen=True)
+class KeepAgreement:
+    """How often a draft that keeps a share of the visual entries agrees with the full model.
+
+    Measured along texts of the full model: the draft reads a whole text in one pass, and predicts
+    each of its tokens from the true ones before it (teacher forcing).
+
+    Args:
+        keep: share of the visual entries kept per layer and KV head.
+        context: tokens of the prompts, mean.
+        agreed: tokens that the draft predicts as the full model wrote them.
+        tokens: all predicted tokens.
+    """
+
+    keep: float
+    context: int
+    agreed: int
+    tokens: int
+
+
+def agreement_log_odds(agreements: Sequence[KeepAgreement], weights: Sequence[float]) -> LogOddsFit:
+    """Estimate the log odds of agreement at each measured keep, which never fall as keep grows.
+
+    Neighbours that fall are pooled (isotonic regression). A prior of one token, half of it agreed,
+    keeps the odds finite.
+
+    Args:
+        weights: of each agreement's counts.
+    """
+    pools: list[_Pool] = []
+    for keep in sorted({one.keep for one in agreements}):
+        measured = [
+            (one, weight)
+            for one, weight in zip(agreements, weights, strict=True)
+            if one.keep == keep
+        ]
+        pools.append(
+            _Pool(
+                (keep,),
+                agreed=sum(weight * one.agreed for one, weight in measured),
+                tokens=sum(weight * one.tokens for one, weight in measured),
+            )
+        )
+        while len(pools) > 1 and pools[-2].rate > pools[-1].rate:
+            last = pools.pop()
+            pools[-1] = pools[-1].merged(last)
+    return LogOddsFit(tuple((keep, log_odds(pool.rate)) for pool in pools for keep in pool.keeps))
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Neighbouring keeps with one rate."""
+
+    keeps: tuple[float, ...]
+    agreed: float
+    tokens: float
+
+    @property
+    def rate(self) -> float:
+        return (self.agreed + 0.5) / (self.tokens + 1)
+
+    def merged(self, other: _Pool) -> _Pool:
+        return _Pool(
+            self.keeps + other.keeps,
+            agreed=self.agreed + other.agreed,
+            tokens=self.tokens + other.tokens,
+        )
+
+
+@dataclass(frozen=True)
+class LogOddsFit:
+    """Log odds of agreement by keep, ascending; linear in log(keep) between them."""
+
+    by_keep: tuple[tuple[float, float], ...]
+
+    def at(self, keep: float) -> float:
+        """Return the log odds at a keep; beyond the measured ones, those of the nearest."""
+        lowest, odds = self.by_keep[0]
+        if keep <= lowest:
+            return odds
+        for upper, upper_odds in self.by_keep[1:]:
+            if keep <= upper:
+                share = math.log(keep / lowest) / math.log(upper / lowest)
+                return odds + share * (upper_odds - odds)
+            lowest = upper
+            odds = upper_odds
+        return odds
 
 
 def fit_acceptance_curve(accepted: Sequence[float], rejected: Sequence[float]) -> AcceptanceCurve:

@@ -11,16 +11,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from std_core.cost_model.acceptance import AcceptanceCounts, AcceptanceCurve, fit_acceptance_curve
+from std_core.cost_model.acceptance import (
+    AcceptanceCounts,
+    AcceptanceCurve,
+    KeepAgreement,
+    agreement_log_odds,
+    fit_acceptance_curve,
+)
 from std_core.cost_model.model_size import ModelSize
 from std_core.types import Draft
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 # Kinds of prompts: their texts differ in length and in acceptance.
 PROMPT_KINDS = ("caption", "question")
 # Share of the dense loop's correct answers that a draft must reach before its text may be used
@@ -178,7 +184,10 @@ class CalibratedDraft:
     Args:
         latency: of one draft step.
         setup: once per request.
-        acceptance: by context, kind of prompt and sampling.
+        acceptance: in rounds, by context, kind of prompt and sampling.
+        keep_agreements: by keep and context. They move the acceptance to another keep than that of
+            the rounds; empty if the keep is not to be chosen.
+        rounds_keep: keep of the rounds; None: the draft's own.
         second_model: size of the second model, for a draft that has one.
         retrieval_scores: of the draft's unverified text, where that was tested.
     """
@@ -189,9 +198,35 @@ class CalibratedDraft:
     acceptance: tuple[AcceptanceCounts, ...]
     second_model: ModelSize | None = None
     retrieval_scores: tuple[RetrievalScore, ...] = ()
+    keep_agreements: tuple[KeepAgreement, ...] = ()
+    rounds_keep: float | None = None
+
+    @property
+    def keeps(self) -> tuple[float, ...]:
+        """The shares of visual entries that the planner may choose from, ascending."""
+        return tuple(sorted({one.keep for one in self.keep_agreements})) or (self.draft.keep,)
+
+    def with_draft(self, draft: Draft) -> CalibratedDraft:
+        """These measurements for a draft that differs in γ or in what it keeps only."""
+        rounds_keep = self.draft.keep if self.rounds_keep is None else self.rounds_keep
+        return replace(self, draft=draft, rounds_keep=rounds_keep)
 
     def acceptance_curve(self, context: float, kind: str, sampled: bool = False) -> AcceptanceCurve:
-        """Estimate the acceptance at a context length.
+        """Estimate the acceptance at a context length and at the draft's keep.
+
+        Rounds at one keep give the level, teacher-forced agreement gives the difference to another
+        keep: the error of teacher forcing, which ignores that a round's tokens rest on drafted
+        ones, is nearly the same at both.
+        """
+        curve = self._rounds_curve(context, kind, sampled)
+        if not self.keep_agreements or self.rounds_keep is None or self.draft.k is not None:
+            return curve
+        weights = _context_weights([one.context for one in self.keep_agreements], context)
+        odds = agreement_log_odds(self.keep_agreements, weights)
+        return curve.shifted(odds.at(self.draft.keep) - odds.at(self.rounds_keep))
+
+    def _rounds_curve(self, context: float, kind: str, sampled: bool) -> AcceptanceCurve:
+        """Estimate the acceptance at a context length, at the keep of the rounds.
 
         Counts of the same sampling and kind of prompt are used; where there are none, the others.
         Counts of all contexts contribute, since a few texts alone are too noisy; their weight falls
@@ -199,13 +234,18 @@ class CalibratedDraft:
         """
         same_sampling = [c for c in self.acceptance if c.sampled == sampled] or self.acceptance
         counts = [c for c in same_sampling if c.kind == kind] or same_sampling
-        octaves = [abs(math.log2(max(1.0, context) / max(1, c.context))) for c in counts]
-        nearest = min(octaves)
-        weights = [2.0 ** (nearest**2 - distance**2) for distance in octaves]
+        weights = _context_weights([c.context for c in counts], context)
         return fit_acceptance_curve(
             accepted=_weighted_sum((c.accepted for c in counts), weights),
             rejected=_weighted_sum((c.rejected for c in counts), weights),
         )
+
+
+def _context_weights(contexts: Sequence[int], context: float) -> list[float]:
+    """Weigh measurements by distance in octaves: half at one octave from the nearest's."""
+    octaves = [abs(math.log2(max(1.0, context) / max(1, measured))) for measured in contexts]
+    nearest = min(octaves)
+    return [2.0 ** (nearest**2 - distance**2) for distance in octaves]
 
 
 def _weighted_sum(counts: Iterable[Sequence[int]], weights: Sequence[float]) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from std_core.cost_model.acceptance import AcceptanceCounts
+from std_core.cost_model.acceptance import AcceptanceCounts, KeepAgreement
 from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import (
     PROFILE_VERSION,
@@ -24,7 +24,7 @@ from std_core.cost_model.profile import (
 )
 from std_core.types import Draft
 
-# The keys of version 3 that differ from the names of the fields.
+# The keys that differ from the names of the fields.
 KEYS: dict[type[Any], dict[str, str]] = {
     ModelSize: {
         "tower_rope": "tower_turns",
@@ -113,6 +113,7 @@ def _draft(content: Mapping[str, Any]) -> CalibratedDraft:
     values["retrieval_scores"] = tuple(
         RetrievalScore(**_values(RetrievalScore, score)) for score in values["retrieval_scores"]
     )
+    values["keep_agreements"] = tuple(KeepAgreement(**a) for a in values["keep_agreements"])
     return CalibratedDraft(**values)
 
 

@@ -99,6 +99,23 @@ def parse_numbers(name: str, text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def parse_shares(name: str, text: str) -> tuple[float, ...]:
+    """Parse the comma-separated shares, above 0 and at most 1, of flag `name`; may be empty.
+
+    Raises:
+        UsageError: the text is anything else.
+    """
+    try:
+        shares = tuple(float(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        shares = (0.0,)
+    if not all(0 < share <= 1 for share in shares):
+        raise UsageError(
+            f"{hyphened(name)} is {text!r}: comma-separated shares above 0 and up to 1 are needed"
+        )
+    return shares
+
+
 def parse_drafts(text: str) -> list[Draft]:
     """Load the presets of `conf/draft` that `text` names, separated by commas.
 

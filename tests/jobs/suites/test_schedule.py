@@ -89,6 +89,7 @@ def test_summary_of_known_times() -> None:
     ]
     found = summarize(cells, [None, SMALL, LARGE])
     assert found["oracle_winners"] == 3 and found["failed"] is None
+    assert found["chosen_keeps"] == [SMALL.keep]
     assert found["oracle_vs_best_fixed"] == round(50 / 30, 3)
     assert found["scheduler_vs_best_fixed"] == round(50 / 40, 3)
     assert found["scheduler_vs_oracle"] == 0.75

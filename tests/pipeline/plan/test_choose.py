@@ -17,7 +17,12 @@ from pipeline.plan.history import History
 from pipeline.plan.round_time import RoundPredictor
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption
-from std_core.cost_model.acceptance import AcceptanceCurve
+from std_core.cost_model.acceptance import (
+    AcceptanceCounts,
+    AcceptanceCurve,
+    KeepAgreement,
+    log_odds,
+)
 from std_core.cost_model.crossover import crossover_context
 from std_core.cost_model.memory import LongestRequest
 from std_core.cost_model.model_size import ModelSize
@@ -193,6 +198,98 @@ def test_strict_bounds_gamma_and_pads_every_verification() -> None:
         options_of([100], WaveConfig(draft=None, strict=strict), per_token)[0] for strict in (0, 4)
     )
     assert four.row_round_s == pytest.approx(one.row_round_s + 3.0)
+
+
+# --- keep -----------------------------------------------------------------------------------------
+
+
+def with_agreements(rates: dict[float, float], accepted: int = 90) -> CalibratedDraft:
+    """The draft `std`, with its agreement at some keeps.
+
+    Args:
+        accepted: percent of the drafted tokens that rounds at keep 0.2 accepted.
+    """
+    return replace(
+        STD,
+        acceptance=(AcceptanceCounts(4096, "caption", (accepted,), (100 - accepted,)),),
+        keep_agreements=tuple(
+            KeepAgreement(keep, context=4096, agreed=round(1000 * rate), tokens=1000)
+            for keep, rate in rates.items()
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rates", "accepted", "keep"),
+    [
+        ({0.05: 0.9, 0.2: 0.9, 0.5: 0.9}, 90, 0.05),  # more entries gain nothing
+        ({0.05: 0.1, 0.2: 0.3, 0.5: 0.97}, 30, 0.5),  # fewer lose nearly all
+        ({0.05: 0.1, 0.2: 0.9, 0.5: 0.93}, 90, 0.2),
+    ],
+)
+def test_the_keep_is_what_acceptance_and_bytes_make_fastest(
+    rates: dict[float, float], accepted: int, keep: float
+) -> None:
+    profile = replace(PROFILE, drafts=(with_agreements(rates, accepted),))
+    chosen = chosen_draft([120_000] * 4, WaveConfig(4), profile)
+    assert chosen.draft is not None and chosen.draft.keep == keep
+
+
+def test_a_longer_context_keeps_a_smaller_share() -> None:
+    """Weights take most of a short context's time, so that acceptance counts for more."""
+    rates = {0.03: 0.7, 0.1: 0.86, 0.3: 0.93, 0.6: 0.96}
+    profile = replace(PROFILE, drafts=(with_agreements(rates),))
+    keeps = []
+    for context in (4_000, 30_000, 120_000):
+        options = options_of([context] * 4, WaveConfig(4), profile)
+        keeps += [option.draft.keep for option in options if option.draft is not None]
+    assert len(keeps) == 3 and keeps == sorted(keeps, reverse=True) and keeps[0] > keeps[-1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([0.05, 0.1, 0.2, 0.4]), st.floats(0.05, 0.99), min_size=1, max_size=4
+    ),
+    st.integers(500, 200_000),
+    st.integers(1, 8),
+)
+def test_no_calibrated_keep_and_gamma_is_faster_than_the_offered_one(
+    rates: dict[float, float], context: int, rows: int
+) -> None:
+    calibrated = with_agreements(rates)
+    planner = DraftPlanner(replace(PROFILE, drafts=(calibrated,)), History(), WaveConfig(rows))
+    wave = wave_of([context] * rows, WaveConfig(rows))
+    options = planner.options(wave, 0)
+    (offered,) = [option for option in options if option.draft is not None]
+    assert offered.draft is not None and offered.draft.keep in rates
+    for keep in rates:
+        for gamma in GAMMAS:
+            other = calibrated.with_draft(Draft("std", keep=keep, gamma=gamma))
+            predicted = planner.predict(other, wave)
+            assert predicted is not None
+            assert offered.seconds_per_request <= predicted.seconds_per_request * (1 + 1e-9)
+
+
+def test_what_a_run_shows_at_one_keep_moves_the_others() -> None:
+    """In log odds, so that a poor acceptance at one keep makes the others poorer too."""
+    calibrated = with_agreements({0.1: 0.5, 0.2: 0.9})
+    planner = DraftPlanner(replace(PROFILE, drafts=(calibrated,)), History(), WaveConfig(4))
+    wave = wave_of([60_000] * 4, WaveConfig(4))
+    seen = History(
+        acceptance_curves={(Draft("std", keep=0.2, gamma=1), "caption"): (AcceptanceCurve((0.5,)),)}
+    )
+    before, after = (
+        replace(planner, history=history).predict(
+            calibrated.with_draft(Draft("std", keep=0.1)), wave
+        )
+        for history in (History(), seen)
+    )
+    assert before is not None and after is not None
+    level = calibrated.acceptance_curve(60_000, "caption").at(0)
+    assert log_odds(before.acceptance) - log_odds(after.acceptance) == pytest.approx(
+        log_odds(level), abs=0.02
+    )
 
 
 # --- γ within a wave ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from std_core.cost_model.acceptance import AcceptanceCounts
+from std_core.cost_model.acceptance import AcceptanceCounts, KeepAgreement
 from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import (
     CalibratedDraft,
@@ -56,6 +56,10 @@ def profile() -> Profile:
                 retrieval_scores=(
                     RetrievalScore(512, 32, 30, 29),
                     RetrievalScore(8192, 32, 28, 12),
+                ),
+                keep_agreements=(
+                    KeepAgreement(0.1, context=512, agreed=60, tokens=100),
+                    KeepAgreement(0.2, context=512, agreed=90, tokens=100),
                 ),
             ),
             CalibratedDraft(

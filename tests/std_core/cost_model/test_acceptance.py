@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from std_core.cost_model.acceptance import AcceptanceCurve, fit_acceptance_curve
+from std_core.cost_model.acceptance import (
+    AcceptanceCurve,
+    KeepAgreement,
+    agreement_log_odds,
+    fit_acceptance_curve,
+    log_odds,
+)
 
 COUNTS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=12)
 
@@ -71,3 +78,42 @@ def test_prompt_lookup_is_wrong_at_once_or_right_for_long() -> None:
         measured = sum(survivors[: gamma + 1]) / survivors[0]
         assert curve.tokens(gamma) == pytest.approx(measured, rel=0.01)
     assert curve.rate(8) > curve.rate(2) + 0.1
+
+
+AGREEMENTS = st.lists(
+    st.builds(
+        lambda keep, agreed, missed: KeepAgreement(keep, 512, agreed, agreed + missed),
+        st.sampled_from([0.05, 0.1, 0.2, 0.5]),
+        st.integers(0, 40),
+        st.integers(0, 40),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(AGREEMENTS, st.lists(st.floats(0.01, 1), min_size=2, max_size=6))
+def test_agreement_never_falls_as_more_is_kept(
+    agreements: list[KeepAgreement], keeps: list[float]
+) -> None:
+    fit = agreement_log_odds(agreements, [1.0] * len(agreements))
+    odds = [fit.at(keep) for keep in sorted(keeps)]
+    assert all(a <= b + 1e-9 for a, b in itertools.pairwise(odds))
+    assert all(math.isfinite(value) for value in odds)
+
+
+def test_agreement_is_interpolated_between_measured_keeps() -> None:
+    low = KeepAgreement(0.1, context=512, agreed=60, tokens=100)
+    high = KeepAgreement(0.4, context=512, agreed=90, tokens=100)
+    fit = agreement_log_odds([high, low], [1.0, 1.0])
+    ends = [log_odds(60.5 / 101), log_odds(90.5 / 101)]
+    assert [fit.at(0.05), fit.at(0.1)] == [ends[0]] * 2
+    assert fit.at(0.2) == pytest.approx(sum(ends) / 2)  # the geometric mean of 0.1 and 0.4
+    assert [fit.at(0.4), fit.at(0.9)] == [ends[1]] * 2
+
+
+def test_keeps_whose_agreement_falls_are_pooled() -> None:
+    counts = ((0.1, 50), (0.2, 40), (0.4, 90))
+    agreements = [KeepAgreement(keep, 512, agreed, 100) for keep, agreed in counts]
+    fit = agreement_log_odds(agreements, [1.0] * 3)
+    assert fit.at(0.1) == fit.at(0.2) == log_odds(90.5 / 201)

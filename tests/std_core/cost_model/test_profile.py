@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from std_core.cost_model.acceptance import log_odds
 from std_core.cost_model.profile import (
     CalibratedDraft,
     LatencyModel,
@@ -71,3 +74,19 @@ def test_the_union_fraction_is_that_of_the_nearest_batch(profile: Profile) -> No
     assert profile.union_fraction(Draft("full", channels=0.5), 6) == 0.95
     assert profile.union_fraction(Draft("full", channels=0.3), 6) is None
     assert profile.union_fraction(Draft("std"), 6) is None
+
+
+def test_agreement_moves_the_acceptance_of_rounds_to_another_keep(profile: Profile) -> None:
+    std = profile.drafts[0]
+    assert std.keeps == (0.1, 0.2)
+    level = std.acceptance_curve(512, "caption").at(0)
+    same = std.with_draft(replace(std.draft, gamma=3))
+    assert same.acceptance_curve(512, "caption").at(0) == level
+    fewer = same.with_draft(replace(std.draft, keep=0.1)).acceptance_curve(512, "caption").at(0)
+    shift = log_odds(60.5 / 101) - log_odds(90.5 / 101)
+    assert log_odds(fewer) == pytest.approx(log_odds(level) + shift)
+
+
+def test_a_draft_without_agreement_keeps_what_was_calibrated(profile: Profile) -> None:
+    pair = profile.drafts[1]
+    assert pair.keeps == (pair.draft.keep,)

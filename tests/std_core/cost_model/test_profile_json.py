@@ -13,7 +13,7 @@ def test_a_profile_survives_the_way_through_json(profile: Profile) -> None:
     assert from_json(json.loads(json.dumps(to_json(profile)))) == profile
 
 
-def test_keys_of_version_3(profile: Profile) -> None:
+def test_keys_of_version_4(profile: Profile) -> None:
     """Files of this version exist, so its keys stay whatever the fields are called."""
     content: dict[str, Any] = json.loads(json.dumps(to_json(profile)))
     assert list(content) == [
@@ -33,7 +33,14 @@ def test_keys_of_version_3(profile: Profile) -> None:
     assert content["union"] == [[0.5, 1, 0.5], [0.5, 8, 0.95]]
     assert content["lengths"] == [["caption", 90.0]] and content["spread"] == [1.0, 1.0]
     std, pair = content["drafts"]
-    assert list(std) == ["draft", "cost", "once", "acceptance", "pair", "retrieved"]
+    assert list(std) == [
+        "draft", "cost", "once", "acceptance", "pair", "retrieved", "keep_agreements",
+        "rounds_keep",
+    ]  # fmt: skip
+    assert std["keep_agreements"] == [
+        {"keep": 0.1, "context": 512, "agreed": 60, "tokens": 100},
+        {"keep": 0.2, "context": 512, "agreed": 90, "tokens": 100},
+    ]
     assert std["once"] == [1e-3, 1e-6] and std["pair"] is None and pair["pair"]["layers"] == 1
     assert std["retrieved"][0] == {"context": 512, "asked": 32, "dense": 30, "sparse": 29}
     assert pair["acceptance"] == [

@@ -70,7 +70,6 @@ class SparseToDense:
         self._warns_of_positions = positions == "transformers" and model.mrope is not None
         window = int(hf.config.get_text_config().max_position_embeddings)
         self._engine = Engine(model, _NoCheckpoint(window), **settings)  # type: ignore[arg-type]
-        model.restore_attention()
 
     def generate(
         self,
@@ -228,15 +227,10 @@ class SparseToDense:
             return None if replay is None else replay.advance(int(row.request.request_id), row)
 
         results = {}
-        # between calls the model has its own attention, so that its own `generate` works
-        self._engine.model.install_attention()
-        try:
-            for result in self._engine.run(
-                requests, self.draft, prepare, resolve=resolve, end_check=end_check
-            ):
-                results[result.request_id] = result
-        finally:
-            self._engine.model.restore_attention()
+        for result in self._engine.run(
+            requests, self.draft, prepare, resolve=resolve, end_check=end_check
+        ):
+            results[result.request_id] = result
         for result in results.values():
             if result.error is not None:
                 raise result.error

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedModel,
+)
 
 from std_core.cost_model.memory import VISION_CHUNK
 from std_core.types import Geometry
@@ -68,12 +73,47 @@ def unsupported_reason(config: Any, model_class: Any | None) -> str | None:
         return f"has layers of {names}; only full_attention is supported"
     if not hasattr(text, "layer_types") and (window := sliding_window_of(text)):
         return f"has a sliding window of {window} tokens; only full attention is supported"
-    if not getattr(text, "is_decoder", True):
+    # others than BERT's kin have `is_decoder` without meaning
+    if hasattr(text, "add_cross_attention") and not getattr(text, "is_decoder", True):
         return "attends in both directions; only causal attention is supported"
     if not model_class._supports_attention_backend:
-        return "has its own attention code, which transformers' AttentionInterface cannot replace"
+        return (
+            "has its own attention code, which transformers' AttentionInterface cannot replace"
+            f" (_supports_attention_backend of {model_class.__name__} is false)"
+        )
     if has_vision_tower(config) and config.model_type not in FAMILIES:
         return f"is none of the supported Video-LLMs: {', '.join(FAMILIES)}"
+    return None
+
+
+def unattachable_reason(hf: Any) -> str | None:
+    """Return why a loaded model is not supported, as a predicate; None if it is.
+
+    Nothing is run. What this does not show is found by `architecture_check`.
+    """
+    if not isinstance(hf, PreTrainedModel):
+        return (
+            "is no transformers model (PreTrainedModel); of a PEFT model, give"
+            " model.get_base_model()"
+        )
+    if not hf.can_generate():
+        return (
+            f"generates no text: {type(hf).__name__} has no output head for tokens; load it with"
+            " AutoModelForCausalLM or AutoModelForImageTextToText"
+        )
+    if reason := unsupported_reason(hf.config, type(hf)):
+        return reason
+    if not isinstance(getattr(hf.get_decoder(), "layers", None), nn.ModuleList):
+        return (
+            f"keeps its layers elsewhere than in `layers` of its text stack"
+            f" ({type(hf.get_decoder()).__name__}), where drafts expect them"
+        )
+    if not isinstance(getattr(hf.get_output_embeddings(), "out_features", None), int):
+        return "has no linear output head"
+    if not isinstance(getattr(hf.get_input_embeddings(), "embedding_dim", None), int):
+        return "has no embedding of tokens"
+    if any(parameter.is_meta for parameter in hf.parameters()):
+        return "is offloaded: some of its weights are not on any device"
     return None
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from transformers import AttentionInterface, GgufConfig
 
-from std_core.model.architecture_check import AttentionTrace
+from std_core.model.architecture_check import AttentionTrace, UnsupportedCall
 from std_core.model.cache import DecodeStep, KVCache, PrefillStep
 from std_core.model.checkpoint import Checkpoint, ModelInputs
 from std_core.model.cpu_modules import use_cpu_kernels
@@ -27,8 +27,9 @@ from std_core.model.families import (
     VIDEO,
     generation_class,
     has_vision_tower,
-    unsupported_reason,
+    unattachable_reason,
 )
+from std_core.model.module_view import private_view, uncompiled
 from std_core.model.positions import (
     MRope,
     PositionRule,
@@ -54,9 +55,9 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     scaling: float,
-    kv: AttentionStep,
+    kv: AttentionStep | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of each layer, with transformers' signature.
@@ -67,22 +68,29 @@ def _attend(
 
     Returns:
         (B, T, heads, head size).
+
+    Raises:
+        UnsupportedCall: the layers do not pass `kv` on.
     """
+    if kv is None:
+        raise UnsupportedCall("does not pass keyword arguments on to its attention")
     if isinstance(kv, AttentionTrace):
-        kv.record(module, query, key, value, options=options)
+        kv.record(module, query, key, value, options={**options, "mask": attention_mask})
     output = kv.attend(module.layer_idx, query, key, value, scaling)
-    return output.transpose(1, 2), None
+    # some models view the result, as they may: transformers' own attention functions copy as well
+    return output.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
 
 
 class Model:
-    """A loaded Hugging Face model. Nothing of it is changed but the name of its attention.
+    """A loaded Hugging Face model, of which nothing is changed.
 
     Attributes:
-        hf: the Hugging Face model.
-        decoder: its text stack, on our CPU kernels where they apply.
+        hf: the Hugging Face model as it was given.
+        view: our own modules over its tensors, with our attention; see `module_view`.
+        decoder: the view's text stack, on our CPU kernels where they apply.
         head: its output head, likewise.
         kv_heads: of this tensor-parallel rank.
         feature_levels: features per visual token: the last layer's, and one per DeepStack level.
@@ -105,27 +113,24 @@ class Model:
         Args:
             position_rule: of M-RoPE; if not given, that of the configuration.
         """
-        text = hf.config.get_text_config()
-        name = f"model of type {hf.config.model_type}"
-        if reason := unsupported_reason(hf.config, type(hf)):
-            raise ValueError(f"{name} {reason}")
+        hf = uncompiled(hf)
+        if reason := unattachable_reason(hf):
+            raise ValueError(f"{_name(hf)} {reason}")
+        self.hf = hf
         self.position_rule = position_rule or rule_of(hf.config)
         self.mrope = MRope.of(hf.config)
         self.has_vision_tower = has_vision_tower(hf.config)
-        self._original_attention = _attention_names(hf.config)
-        self._our_attention = {"": ATTENTION}
-        if self.has_vision_tower:
-            self._our_attention = {"text_config": ATTENTION, "vision_config": "sdpa"}
-        self.hf = hf.eval()
-        self.install_attention()
-        self.decoder = hf.get_decoder()
-        self.head = hf.get_output_embeddings()
-        self.embedding = hf.get_input_embeddings()
-        self.layers = text.num_hidden_layers
+        self.view = private_view(hf)
+        self.view.set_attn_implementation(
+            {"text_config": ATTENTION, "vision_config": "sdpa"}
+            if self.has_vision_tower
+            else {"": ATTENTION}
+        )
+        self.decoder = self.view.get_decoder()
+        self.head = self.view.get_output_embeddings()
+        self.embedding = self.view.get_input_embeddings()
+        self.layers = len(self.decoder.layers)
         self.tp_group = tp_group
-        heads = text.num_attention_heads
-        self.kv_heads = (getattr(text, "num_key_value_heads", None) or heads) // tp_group.size
-        self.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         self.hidden_size = self.embedding.embedding_dim
         vision = hf.config.vision_config if self.has_vision_tower else None
         self.feature_levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
@@ -134,9 +139,7 @@ class Model:
         self.device = self.embedding.weight.device
         device_map = getattr(hf, "hf_device_map", {})
         self.layer_devices = [device_map.get(n, self.device) for n in decoder_layer_names(hf)]
-        if reason := self._unsupported_reason():
-            self.restore_attention()
-            raise ValueError(f"{name} {reason}, which is not supported")
+        self.kv_heads, self.head_dim = self._kv_shape()
         self.decoder = use_cpu_kernels(self.decoder)
         self.head = use_cpu_kernels(self.head)
 
@@ -186,35 +189,46 @@ class Model:
             return cls(localize_shards(hf, devices[0], tp_group), tp_group)
         return cls(hf.to(devices[0]))
 
-    def install_attention(self) -> None:
-        """Install our attention. The model's own `generate` fails while it is installed."""
-        self.hf.set_attn_implementation(self._our_attention)
+    def _kv_shape(self) -> tuple[int, int]:
+        """Run one token; return the KV heads of this rank and their size.
 
-    def restore_attention(self) -> None:
-        """Restore the attention that the model was loaded with."""
-        self.hf.set_attn_implementation(self._original_attention)
+        Raises:
+            ValueError: the token shows that the model is not supported.
+        """
+        trace = AttentionTrace(self.hf.config.get_text_config(), self.layers)
+        try:
+            reason = self._check_one_token(trace)
+        except UnsupportedCall as error:
+            reason = str(error)
+        except (
+            Exception
+        ) as error:  # of any kind: this is transformers' code, run as it was not meant
+            raise ValueError(
+                f"{_name(self.hf)} does not run on our attention, so it is not supported"
+                f" ({type(error).__name__}: {str(error).splitlines()[0]})"
+            ) from error
+        if reason:
+            raise ValueError(f"{_name(self.hf)} {reason}, which is not supported")
+        (kv_shape,) = trace.kv_shapes
+        return kv_shape
 
     @torch.inference_mode()
-    def _unsupported_reason(self) -> str | None:
-        """Run one token and return why the model is not supported, as a predicate, if it is not."""
-        text = self.hf.config.get_text_config()
-        kv_shape = (self.kv_heads, self.head_dim)
-        # not a token's embedding, which may be zero, as that of padding often is
-        embeds = torch.linspace(-1, 1, self.hidden_size, dtype=self.dtype, device=self.device)
-        embeds = embeds[None, None]
+    def _check_one_token(self, trace: AttentionTrace) -> str | None:
+        """Compare the parts as the engine runs them with the whole model.
+
+        Returns:
+            Why the model is not supported, as a predicate; None if it is.
+        """
+        # a padding token's embedding is often zero, and shows nothing
+        token = self.embedding.weight[:256].float().norm(dim=1).argmax().view(1, 1)
         position = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        trace = AttentionTrace(text, self.layers, kv_shape)
-        logits = self.head(self._decode(embeds, position, trace))
+        logits = self.head(self._decode(self.embedding(token), position, trace))
         if reason := trace.unsupported_reason():
             return reason
-        expected = self.hf(
-            inputs_embeds=embeds,
-            position_ids=position,
-            use_cache=False,
-            kv=AttentionTrace(text, self.layers, kv_shape),
-        ).logits
+        again = AttentionTrace(trace.text, self.layers)
+        expected = self.view(token, position_ids=position, use_cache=False, kv=again).logits
         if not torch.allclose(logits, expected, equal_nan=True):
-            return "changes its logits behind the output head"
+            return "changes its embeddings or its logits outside of its layers"
         return None
 
     def new_cache(self, rows: int) -> KVCache:
@@ -251,7 +265,7 @@ class Model:
             indices = (visual_types == kind).nonzero()[:, 0]
             chunks: Iterable[torch.Tensor] = ()
             if patches is not None and grid is not None:
-                chunks = encode(self.hf, kind, patches, grid)
+                chunks = encode(self.view, kind, patches, grid)
             count = 0
             for chunk in chunks:
                 target = indices[count : count + len(chunk)]
@@ -374,7 +388,6 @@ class Model:
         ).last_hidden_state
 
 
-def _attention_names(config: Any) -> dict[str, str]:
-    """Return the names of a model's attention, as `set_attn_implementation` takes them."""
-    parts = {name: getattr(config, name)._attn_implementation for name in config.sub_configs}
-    return {"": config._attn_implementation} | parts
+def _name(hf: Any) -> str:
+    model_type = getattr(getattr(hf, "config", None), "model_type", type(hf).__name__)
+    return f"model of type {model_type}"

@@ -66,17 +66,9 @@ def time_generate(
     Args:
         segment: tokens per row in a segment.
         count: segments.
-        between: called after each segment, with the model attached to our engine again.
+        between: called after each segment; it may run the engine of the same model.
     """
-
-    def attached() -> None:
-        model.install_attention()
-        try:
-            between()
-        finally:
-            model.restore_attention()
-
-    timer = _SegmentTimer(segment, count, attached)
+    timer = _SegmentTimer(segment, count, between)
     return _generate(model, prompts, timer, max_tokens=(segment + 1) * (count + 1))
 
 
@@ -97,18 +89,14 @@ def _generate(
     **options: Any,
 ) -> GenerateTimes:
     batch = reference.hf_batch(model, prompts)
-    model.restore_attention()
-    try:
-        timer.watch.reset()
-        model.hf.generate(
-            **batch,
-            attention_mask=torch.ones_like(batch["input_ids"]),
-            do_sample=False,
-            max_new_tokens=max_tokens,
-            min_new_tokens=max_tokens,
-            stopping_criteria=StoppingCriteriaList([timer]),
-            **options,
-        )
-    finally:
-        model.install_attention()
+    timer.watch.reset()
+    model.hf.generate(
+        **batch,
+        attention_mask=torch.ones_like(batch["input_ids"]),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        min_new_tokens=max_tokens,
+        stopping_criteria=StoppingCriteriaList([timer]),
+        **options,
+    )
     return timer.times

@@ -39,13 +39,9 @@ def generate_batch(
 def _greedy_generate(model: Model, batch: dict[str, Any], **options: Any) -> list[list[int]]:
     """`batch` with the model's positions; see `hf_positions`."""
     prompt_ids = batch["input_ids"]
-    model.restore_attention()
-    try:
-        output = model.hf.generate(
-            **batch, attention_mask=torch.ones_like(prompt_ids), do_sample=False, **options
-        )
-    finally:
-        model.install_attention()
+    output = model.hf.generate(
+        **batch, attention_mask=torch.ones_like(prompt_ids), do_sample=False, **options
+    )
     return output[:, prompt_ids.shape[1] :].tolist()
 
 

@@ -104,9 +104,17 @@ def write_rows(cache: torch.Tensor, lengths: torch.Tensor, new: torch.Tensor) ->
 
     Args:
         cache: (B, KV heads, capacity, d), keys or values.
-        lengths: (B,) entries that each row has already.
-        new: (B, KV heads, T, d).
+        lengths: (B,) entries that each row has already, int64.
+        new: (B, KV heads, T, d), of the cache's dtype.
+
+    Raises:
+        TypeError: the dtypes differ, so the kernel would read or write past the end of a tensor.
     """
+    if cache.dtype != new.dtype or lengths.dtype != torch.int64:
+        raise TypeError(
+            f"write_rows takes entries of the cache's dtype and lengths of int64; the cache is"
+            f" {cache.dtype}, the entries {new.dtype}, the lengths {lengths.dtype}"
+        )
     if cpu_attention.supports_write(cache, new):
         cpu_attention.write_rows(cache, lengths, new)
         return

@@ -22,7 +22,8 @@ MAX_ROWS = 128  # with more rows PyTorch's matrix products are faster
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x Wᵀ + b."""
-    if _few_rows(x) and cpu_linear.supports(x, weight):
+    parameters = (weight,) if bias is None else (weight, bias)
+    if _few_rows(x) and cpu_linear.supports(x, *parameters):
         return cpu_linear.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 

@@ -30,7 +30,8 @@ def sparse_linear(
         from std_core.kernels.triton import sparse_linear as triton_sparse_linear
 
         return triton_sparse_linear.sparse_linear(x, weight, bias, threshold)
-    if skips_channels(x) and cpu_sparse_linear.supports(weight) and weight.T.is_contiguous():
+    supported = x.dtype == weight.dtype and cpu_sparse_linear.supports(weight)
+    if supported and skips_channels(x) and weight.T.is_contiguous():
         y = cpu_sparse_linear.sparse_product(x, weight, threshold)
         return y if bias is None else y + bias
     return F.linear(sparsify(x, threshold), weight, bias)

@@ -26,7 +26,12 @@ def supports(query: torch.Tensor, segments: Iterable[Segment]) -> bool:
 
 def supports_write(cache: torch.Tensor, new: torch.Tensor) -> bool:
     """Whether `write_rows` accepts these tensors."""
-    return loader.supports("write_rows", cache) and new.stride(3) == 1
+    return (
+        loader.supports("write_rows", cache)
+        and new.dtype == cache.dtype
+        and new.stride(3) == 1
+        and cache.stride(3) == 1
+    )
 
 
 def attend_rows(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,3 +68,15 @@ def test_a_draft_row_holds_the_kept_prefix_entries_and_the_whole_suffix() -> Non
         assert torch.equal(draft.value[0][1, head, :2], -entries[head, kept[head]])
     assert torch.equal(draft.key[0][1, :, 2:5], entries[:, :3] + 1000)
     assert not draft.key[0][0].any()
+
+
+@pytest.mark.parametrize(
+    ("entries", "lengths"), [(torch.bfloat16, torch.int64), (torch.float32, torch.int32)]
+)
+def test_entries_of_another_dtype_are_refused(entries: torch.dtype, lengths: torch.dtype) -> None:
+    cache = KVCache(["cpu"], rows=2, kv_heads=1, head_dim=8, dtype=torch.float32)
+    cache.reserve(4)
+    new = torch.ones(2, 1, 1, 8, dtype=entries)
+    with pytest.raises(TypeError, match="the cache's dtype"):
+        cache.write_rows(0, torch.zeros(2, dtype=lengths), new, new)
+    assert not cache.key[0].any()

@@ -25,6 +25,12 @@ TEXT = 0
 IMAGE = 1
 VIDEO = 2
 
+# Types of RoPE whose frequencies are fixed. Keys are cached after rotation, and rows of any lengths
+# share a forward pass: the frequencies must depend on nothing but the configuration. `mrope` is a
+# checkpoint's older name for `default` with sections.
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "mrope", "proportional", "yarn"})
+LENGTH_DEPENDENT_ROPE_TYPES = frozenset({"dynamic", "longrope"})
+
 
 @dataclass(frozen=True)
 class Family:
@@ -81,6 +87,8 @@ def unsupported_reason(config: Any, model_class: Any | None) -> str | None:
             "has its own attention code, which transformers' AttentionInterface cannot replace"
             f" (_supports_attention_backend of {model_class.__name__} is false)"
         )
+    if reason := _rope_reason(_rope_types(text)):
+        return reason
     if has_vision_tower(config) and config.model_type not in FAMILIES:
         return f"is none of the supported Video-LLMs: {', '.join(FAMILIES)}"
     return None
@@ -103,6 +111,8 @@ def unattachable_reason(hf: Any) -> str | None:
         )
     if reason := unsupported_reason(hf.config, type(hf)):
         return reason
+    if reason := _rope_reason(_rope_types_of_modules(hf)):
+        return reason
     if not isinstance(getattr(hf.get_decoder(), "layers", None), nn.ModuleList):
         return (
             f"keeps its layers elsewhere than in `layers` of its text stack"
@@ -115,6 +125,41 @@ def unattachable_reason(hf: Any) -> str | None:
     if any(parameter.is_meta for parameter in hf.parameters()):
         return "is offloaded: some of its weights are not on any device"
     return None
+
+
+def _rope_reason(types: set[str]) -> str | None:
+    """Return why RoPE of some types is not supported, as a predicate; None if all are."""
+    if not (others := types - ROPE_TYPES):
+        return None
+    supported = ", ".join(sorted(ROPE_TYPES))
+    if dependent := others & LENGTH_DEPENDENT_ROPE_TYPES:
+        return (
+            f"has RoPE of type {', '.join(sorted(dependent))}, whose frequencies change with the"
+            f" longest position of a forward pass; supported types are {supported}"
+        )
+    return f"has RoPE of type {', '.join(sorted(others))}; supported types are {supported}"
+
+
+def _rope_types(text: Any) -> set[str]:
+    """Return the types in a configuration, which may have one for each type of layer."""
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if not isinstance(parameters, dict):
+        return set()
+    by_layer_type = [part for part in parameters.values() if isinstance(part, dict)]
+    parts = by_layer_type or [parameters]
+    return {part.get("rope_type") or part.get("type") or "default" for part in parts}
+
+
+def _rope_types_of_modules(hf: Any) -> set[str]:
+    """Return the types that a model's modules were made with."""
+    types = set[str]()
+    for module in hf.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str):
+            types.add(rope_type)
+        elif isinstance(rope_type, dict):  # by type of layer
+            types.update(rope_type.values())
+    return types
 
 
 def sliding_window_of(text: Any) -> int | None:

@@ -104,7 +104,22 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-NOT_BUILT: dict[str, str] = {}
+NOT_BUILT = {
+    "BltForCausalLM": "its byte patcher and its hash embeddings have sizes of their own",
+    "CohereCompassForCausalLM": "its layers need RoPE parameters by layer type",
+    "Gemma3nForCausalLM": "layers that share KV caches need at least a whole period of layer types",
+    "Gemma3nForConditionalGeneration": "its vision tower needs timm",
+    "Gemma4AssistantForCausalLM": "drafts for another model and does not run alone",
+    "Gemma4UnifiedAssistantForCausalLM": "drafts for another model and does not run alone",
+    "Inkling2LoopForCausalLM": "its generate fails at this size",
+    "KimiLinearForCausalLM": "lists its full attention layers in a nested configuration",
+    "MusicgenForCausalLM": "its prompts are rows of audio codebooks",
+    "MusicgenMelodyForCausalLM": "its prompts are rows of audio codebooks",
+    "Qwen4ExpForCausalLM": "its generate fails at this size",
+    "Zamba2ForCausalLM": "lists its layers in an attribute of its own",
+    "ZambaForCausalLM": "lists its layers in an attribute of its own",
+    "xLSTMForCausalLM": "its generate fails at this size",
+}
 
 
 def class_names() -> list[str]:

@@ -6,6 +6,7 @@ For notebooks, and for code that has loaded a Hugging Face model itself.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from std_core.engine.row import Row
 from std_core.generation_arguments import Call, GenerationArguments
 from std_core.model.checkpoint import ModelInputs
 from std_core.model.model import Model
+from std_core.model.model_state import ModelState, unfaithful_reason
+from std_core.model.module_view import uncompiled
 from std_core.model.positions import PositionRule, reference_positions, transformers_positions
 from std_core.processor_rows import split_rows
 from std_core.step_replay import StepReplay, step_scores
@@ -56,20 +59,49 @@ def sparse_to_dense(
 class SparseToDense:
     """See `sparse_to_dense`.
 
-    `results` holds those of the last call, one per row: rounds, drafted and accepted tokens, share
-    of the KV entries that the draft read, times.
+    Calls from several threads are answered one after the other. The model may change between calls
+    (weights, adapters, dtype, device, heads): the engine is then built again.
     """
 
     def __init__(self, hf: Any, draft: Draft, positions: PositionRule, **settings: int):
-        self.hf = hf
+        self.hf = uncompiled(hf)
         self.draft = draft
-        self.results = list[Result]()
         self.positions = positions
+        self._settings = settings
         self._reported = set[str]()
-        model = Model(hf, position_rule=positions)
-        self._warns_of_positions = positions == "transformers" and model.mrope is not None
-        window = int(hf.config.get_text_config().max_position_embeddings)
-        self._engine = Engine(model, _NoCheckpoint(window), **settings)  # type: ignore[arg-type]
+        self._warns_of_positions = positions == "transformers"
+        self._lock = threading.RLock()
+        self._last_call = threading.local()
+        self._attach()
+
+    def _attach(self) -> None:
+        """Build the engine for the model as it is now."""
+        state = ModelState(self.hf)
+        model = Model(self.hf, position_rule=self.positions)
+        window = int(self.hf.config.get_text_config().max_position_embeddings)
+        checkpoint: Any = _NoCheckpoint(window)
+        settings: Any = self._settings
+        self._engine = Engine(model, checkpoint, **settings)
+        self._state = state
+
+    def _follow_model(self) -> None:
+        """Build the engine again if the model has changed since.
+
+        Raises:
+            ValueError: the engine cannot do what the model now does.
+        """
+        if reason := unfaithful_reason(self.hf):
+            raise ValueError(f"the model {reason}")
+        with self._lock:
+            if ModelState(self.hf) != self._state:
+                self._attach()
+
+    @property
+    def results(self) -> list[Result]:
+        """Results of this thread's last call, one per row: rounds, drafted and accepted tokens,
+        share of the KV entries that the draft read, times.
+        """
+        return getattr(self._last_call, "results", [])
 
     def generate(
         self,
@@ -112,7 +144,8 @@ class SparseToDense:
 
         Raises:
             ValueError: an argument is not supported, or transformers refuses it; or prompt and
-                output do not fit the model's window.
+                output do not fit the model's window. Or the model has hooks, is under autocast, or
+                was changed into one that is not supported.
             RequestError: the model cannot answer a row.
         """
         call = Call(
@@ -128,6 +161,7 @@ class SparseToDense:
         arguments = GenerationArguments.parse(self.hf, call)
         if reason := self._cannot_draft_reason(call, arguments):
             return self._generate_densely(call, reason, seed)
+        self._follow_model()
         rows = list(
             split_rows(
                 self.hf.config,
@@ -139,7 +173,7 @@ class SparseToDense:
         self._check_window(rows, arguments.max_new_tokens)
         self._warn_of_positions(rows)
         results = self._run(rows, arguments, seed)
-        self.results = results
+        self._last_call.results = results
         return _output(arguments, results)
 
     def _check_window(self, rows: list[ModelInputs], max_tokens: int) -> None:
@@ -193,7 +227,7 @@ class SparseToDense:
                 " generate",
                 reason,
             )
-        self.results = []
+        self._last_call.results = []
         return call.run(self.hf)
 
     def _run(
@@ -227,10 +261,11 @@ class SparseToDense:
             return None if replay is None else replay.advance(int(row.request.request_id), row)
 
         results = {}
-        for result in self._engine.run(
-            requests, self.draft, prepare, resolve=resolve, end_check=end_check
-        ):
-            results[result.request_id] = result
+        with self._lock:  # the engine's slots, counters and drafts serve one run at a time
+            for result in self._engine.run(
+                requests, self.draft, prepare, resolve=resolve, end_check=end_check
+            ):
+                results[result.request_id] = result
         for result in results.values():
             if result.error is not None:
                 raise result.error

@@ -29,6 +29,7 @@ from std_core.model.families import (
     has_vision_tower,
     unattachable_reason,
 )
+from std_core.model.model_state import unfaithful_reason
 from std_core.model.module_view import private_view, uncompiled
 from std_core.model.positions import (
     MRope,
@@ -114,7 +115,7 @@ class Model:
             position_rule: of M-RoPE; if not given, that of the configuration.
         """
         hf = uncompiled(hf)
-        if reason := unattachable_reason(hf):
+        if reason := unattachable_reason(hf) or unfaithful_reason(hf):
             raise ValueError(f"{_name(hf)} {reason}")
         self.hf = hf
         self.position_rule = position_rule or rule_of(hf.config)
@@ -200,12 +201,10 @@ class Model:
             reason = self._check_one_token(trace)
         except UnsupportedCall as error:
             reason = str(error)
-        except (
-            Exception
-        ) as error:  # of any kind: this is transformers' code, run as it was not meant
+        except Exception as error:  # transformers' own code may fail in any way
             raise ValueError(
                 f"{_name(self.hf)} does not run on our attention, so it is not supported"
-                f" ({type(error).__name__}: {str(error).splitlines()[0]})"
+                f" ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             ) from error
         if reason:
             raise ValueError(f"{_name(self.hf)} {reason}, which is not supported")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from types import MethodType
 from typing import Any
 
@@ -51,8 +52,8 @@ class _Copier:
             return copy.deepcopy(value, self._configs)
         if type(value) in (list, tuple):
             return type(value)(self.copy(item) for item in value)
-        if type(value) is dict:
-            return {key: self.copy(item) for key, item in value.items()}
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, self.copy(item)) for key, item in value.items())
         if isinstance(value, MethodType):  # accelerate keeps the method that it replaces
             return MethodType(value.__func__, self.copy(value.__self__))
         if isinstance(value, functools.partial):  # accelerate's replacement of `forward`

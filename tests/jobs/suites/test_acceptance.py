@@ -114,7 +114,6 @@ def prose(families: Callable[[str], Path]) -> tuple[Engine, Workload]:
 
 def test_dense_perplexity_is_that_of_the_plain_model(prose: tuple[Engine, Workload]) -> None:
     engine, workload = prose
-    engine.model.restore_attention()
     losses = []
     with torch.inference_mode():
         for request in workload.requests:
@@ -123,7 +122,6 @@ def test_dense_perplexity_is_that_of_the_plain_model(prose: tuple[Engine, Worklo
             ids = torch.cat([prompt, torch.tensor([text])], dim=1)
             logits = engine.model.hf(ids).logits[0, -len(text) : -1]
             losses.append(F.cross_entropy(logits, torch.tensor(text[1:])))
-    engine.model.install_attention()
     expected = float(torch.stack(losses).mean().exp())
     assert perplexity(engine, workload, Draft("full")) == pytest.approx(expected, rel=1e-3)
     all_entries = perplexity(engine, workload, Draft("std", keep=1.0))

@@ -180,11 +180,7 @@ def test_default_stop_ids_that_the_vocabulary_lacks_are_ignored_as_in_generate(
     stop = plain.token_ids[1]
     hf.generation_config.eos_token_id = [stop, UNKNOWN, -1]
     inputs = engine.checkpoint.preprocess(request)
-    engine.model.restore_attention()
-    try:
-        expected = hf.generate(inputs.ids, max_new_tokens=8, min_new_tokens=3, do_sample=False)
-    finally:
-        engine.model.install_attention()
+    expected = hf.generate(inputs.ids, max_new_tokens=8, min_new_tokens=3, do_sample=False)
     for draft in DRAFTS:
         results = list(engine.run([request, GOOD[1]], draft))
         assert [r.error for r in results] == [None, None]

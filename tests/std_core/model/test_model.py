@@ -50,7 +50,7 @@ FULL = {"layer_types": ["full_attention"] * 2}
         ),
         (
             lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)),
-            "changes its logits",
+            "changes its embeddings or its logits",
         ),
     ],
 )

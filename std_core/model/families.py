@@ -111,13 +111,14 @@ def unattachable_reason(hf: Any) -> str | None:
         )
     if reason := unsupported_reason(hf.config, type(hf)):
         return reason
-    if reason := _rope_reason(_rope_types_of_modules(hf)):
-        return reason
-    if not isinstance(getattr(hf.get_decoder(), "layers", None), nn.ModuleList):
+    decoder = hf.get_decoder()
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         return (
             f"keeps its layers elsewhere than in `layers` of its text stack"
-            f" ({type(hf.get_decoder()).__name__}), where drafts expect them"
+            f" ({type(decoder).__name__}), where drafts expect them"
         )
+    if reason := _rope_reason(_rope_types_of_modules(decoder)):
+        return reason
     if not isinstance(getattr(hf.get_output_embeddings(), "out_features", None), int):
         return "has no linear output head"
     if not isinstance(getattr(hf.get_input_embeddings(), "embedding_dim", None), int):
@@ -150,10 +151,10 @@ def _rope_types(text: Any) -> set[str]:
     return {part.get("rope_type") or part.get("type") or "default" for part in parts}
 
 
-def _rope_types_of_modules(hf: Any) -> set[str]:
-    """Return the types that a model's modules were made with."""
+def _rope_types_of_modules(decoder: nn.Module) -> set[str]:
+    """Return the types that a text stack's modules were made with."""
     types = set[str]()
-    for module in hf.modules():
+    for module in decoder.modules():
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, str):
             types.add(rope_type)

@@ -78,7 +78,7 @@ def assert_same_tokens(hf: Any, prefill_chunk: int) -> None:
     ids, mask = padded_batch()
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     fast = sparse_to_dense(hf, Draft("random", k=4, gamma=3), prefill_chunk=prefill_chunk)
-    together = fast.generate(ids, mask, **options)
+    together = fast.generate(ids, attention_mask=mask, **options)
     for row, length in enumerate(LENGTHS):
         alone = ids[row : row + 1, -length:]
         expected = hf.generate(alone, attention_mask=torch.ones_like(alone), **options)

@@ -242,7 +242,7 @@ class Checkpoint:
         side = self.geometry.merge_size
         video = {
             "video_grid_thw": torch.tensor([[temporal_patches, side, side]]),
-            "video_metadata": [_video_metadata(frames, fps, times)],
+            "video_metadata": [video_metadata(frames, fps, times)],
         }
         expanded = self.processor.replace_video_token(video, 0)
         rendered = self.render(prompt).replace(self.processor.video_token, expanded, 1)
@@ -320,13 +320,13 @@ class Checkpoint:
 
 def _metadata_of_videos(request: Request, videos: tuple[torch.Tensor, ...]) -> list[VideoMetadata]:
     """Return the metadata of a request's videos; `times` are those of `frames`, the first one."""
-    metadata = [_video_metadata(len(video), request.fps) for video in videos]
+    metadata = [video_metadata(len(video), request.fps) for video in videos]
     if request.frames is not None:
-        metadata[0] = _video_metadata(len(request.frames), request.fps, request.times)
+        metadata[0] = video_metadata(len(request.frames), request.fps, request.times)
     return metadata
 
 
-def _video_metadata(frames: int, fps: float, times: tuple[float, ...] = ()) -> VideoMetadata:
+def video_metadata(frames: int, fps: float, times: tuple[float, ...] = ()) -> VideoMetadata:
     """Return the metadata of a video that consists of the sampled frames.
 
     Args:

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from std_core.decoding.token_sampling import ResolvedSampling
-from std_core.engine.engine import Engine
+from std_core.engine.engine import Engine, check_settings
 from std_core.engine.row import Row
 from std_core.generation_arguments import Call, GenerationArguments
 from std_core.model.checkpoint import ModelInputs
@@ -51,7 +51,8 @@ def sparse_to_dense(
         settings: fields of `Engine`: `max_num_seqs`, `prefill_chunk`, `strict`.
 
     Raises:
-        ValueError: the model's architecture is not supported.
+        ValueError: the model's architecture is not supported, or a setting is unknown or out of
+            range.
     """
     return SparseToDense(model, draft or Draft(), positions, **settings)
 
@@ -64,6 +65,7 @@ class SparseToDense:
     """
 
     def __init__(self, hf: Any, draft: Draft, positions: PositionRule, **settings: int):
+        check_settings(**settings)  # before the model is touched
         self.hf = uncompiled(hf)
         self.draft = draft
         self.positions = positions

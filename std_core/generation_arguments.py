@@ -251,6 +251,8 @@ class GenerationArguments:
         ids, _, inputs = hf._prepare_model_inputs(call.inputs, config.bos_token_id, inputs)
         if ids.ndim != 2:
             raise ValueError(f"input_ids have the shape {tuple(ids.shape)}: (rows, n) is needed")
+        if not ids.numel():
+            raise ValueError(f"input_ids have the shape {tuple(ids.shape)}: there is no prompt")
         mask = inputs.pop("attention_mask", None)
         hf._prepare_special_tokens(config, mask is not None, device=ids.device, batch_size=len(ids))
         if mask is None:

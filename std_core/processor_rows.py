@@ -33,8 +33,9 @@ def split_rows(
         visual_inputs: the processor's other outputs.
 
     Raises:
-        ValueError: outputs that no supported model takes; a row's placeholders are no whole number
-            of videos or images; the batch has more of these than its rows.
+        ValueError: outputs that no supported model takes; a row without unmasked tokens; a row's
+            placeholders are no whole number of videos or images; the batch has more of these than
+            its rows.
     """
     rest = dict(visual_inputs)
     types = rest.pop("mm_token_type_ids", None)
@@ -60,6 +61,8 @@ def split_rows(
     seconds_left = iter(() if seconds is None else seconds)
     for row in range(len(ids)):
         unmasked = mask[row].bool()
+        if not unmasked.any():
+            raise ValueError(f"row {row} has no prompt: attention_mask masks all of its tokens")
         row_types = types[row, unmasked]
         count = None if image_counts is None else int(image_counts[row])
         row_images = _take(images, int((row_types == IMAGE).sum()), row, "image", count=count)

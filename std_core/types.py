@@ -262,7 +262,8 @@ class GammaSchedule:
         expected_acceptance: acceptance that is assumed until enough rounds have drafted.
 
     Raises:
-        ValueError: the table is empty, has an empty entry, or a negative γ.
+        ValueError: the table is empty, has an empty entry, or a negative γ; or the acceptance is
+            no share.
     """
 
     gammas: tuple[tuple[int, ...], ...]
@@ -272,6 +273,10 @@ class GammaSchedule:
         if not self.gammas or not all(self.gammas) or self.min_gamma < 0:
             raise ValueError(
                 "a gamma schedule needs γ of 0 or more for each number of rows and acceptance class"
+            )
+        if not 0 <= self.expected_acceptance <= 1:
+            raise ValueError(
+                f"expected_acceptance is {self.expected_acceptance}: a share from 0 to 1 is needed"
             )
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -40,7 +41,8 @@ class Engine:
         draft_models: made at construction.
 
     Raises:
-        ValueError: `strict` with more than two ranks, whose partial sums have no fixed order.
+        ValueError: a setting is out of range, or `strict` with more than two ranks, whose partial
+            sums have no fixed order.
     """
 
     model: Model
@@ -54,6 +56,7 @@ class Engine:
     draft_models: DraftModels = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        check_settings(**{name: getattr(self, name) for name in LEAST_SETTINGS})
         ranks = self.model.tp_group.size
         if self.strict and ranks > 2:
             raise ValueError(
@@ -90,9 +93,14 @@ class Engine:
             settings: fields of `Engine`.
 
         Raises:
-            ValueError: another dtype; the checkpoint cannot be loaded, has an unsupported
-                architecture, or has heads that `tensor_parallel_size` does not divide.
+            ValueError: another dtype, or a setting out of range; the checkpoint cannot be loaded,
+                has an unsupported architecture, or has heads that `tensor_parallel_size` does not
+                divide.
         """
+        check_settings(**settings)  # before minutes of loading
+        _check_least("pipeline_parallel_size", pipeline_parallel_size, least=1)
+        _check_least("tensor_parallel_size", tensor_parallel_size, least=1)
+        _check_least("threads", 1 if threads is None else threads, least=1)
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype is {dtype!r}: one of {', '.join(DTYPE_BYTES)} is needed")
         if threads is not None:
@@ -113,7 +121,12 @@ class Engine:
         return cls(model, checkpoint, **settings)  # type: ignore[arg-type]
 
     def resize(self, max_num_seqs: int) -> None:
-        """Set the number of slots for the next runs; a change drops the kept prefixes."""
+        """Set the number of slots for the next runs; a change drops the kept prefixes.
+
+        Raises:
+            ValueError: it is below 1.
+        """
+        check_settings(max_num_seqs=max_num_seqs)
         if max_num_seqs != self.max_num_seqs:
             self.max_num_seqs = max_num_seqs
             self.prefixes = None
@@ -193,6 +206,29 @@ class Engine:
         if self.keep_prefixes:
             self.prefixes = store
         return store
+
+
+# the engine's settings that callers choose, and the least value of those that are numbers
+LEAST_SETTINGS = {"max_num_seqs": 1, "prefill_chunk": 1, "strict": 0}
+SETTINGS = (*LEAST_SETTINGS, "keep_prefixes")
+
+
+def check_settings(**settings: Any) -> None:
+    """Check settings before a model is loaded or changed for them.
+
+    Raises:
+        ValueError: a setting is unknown or out of range.
+    """
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            raise ValueError(f"{name} is no setting of the engine: it has {', '.join(SETTINGS)}")
+        if name in LEAST_SETTINGS:
+            _check_least(name, value, least=LEAST_SETTINGS[name])
+
+
+def _check_least(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value}: a whole number of at least {least} is needed")
 
 
 def devices_from(device: str, count: int) -> list[str]:

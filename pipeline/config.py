@@ -121,8 +121,8 @@ class Job:
     )
     draft: str = flag(
         "auto",
-        "preset of conf/draft; auto chooses the fastest for each wave, or std where nothing was "
-        "measured",
+        "preset of conf/draft; auto chooses the fastest for each wave, and dense decoding where "
+        "nothing was measured",
         DRAFTING,
     )
     gamma: int | None = flag(None, "drafted tokens per round, instead of the preset's", DRAFTING)

@@ -92,9 +92,7 @@ class Capacity:
     def _mandatory_draft(self) -> Draft | None:
         """The draft that every wave has to hold. Where the planner may choose, a wave can always
         decode densely, so there is none."""
-        if self.config.draft != "auto":
-            return self.config.draft
-        return None if self.profile.drafts else self.config.default
+        return None if self.config.draft == "auto" else self.config.draft
 
     def _second_model(self, draft: Draft | None) -> ModelSize | None:
         """Size of the second model that drafts, if the draft has one and it was calibrated."""

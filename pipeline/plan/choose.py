@@ -28,6 +28,9 @@ NO_DRAFT = AcceptanceCurve((0.0,))
 UNCALIBRATED = AcceptanceCounts(2048, "caption", (80,), (20,))  # assumed without a calibration
 DEFAULT_LENGTHS = {"caption": 128.0, "question": 32.0}  # generated tokens where nothing is known
 EXPLORATION_INTERVAL = 50  # waves, of which one takes a rejected draft
+# a wave tries a draft of which nothing was measured if so many waves like it remain
+TRIAL_INTERVAL = 10
+MAX_TRIALS = 3  # of a run
 
 
 class ExpectedRounds(NamedTuple):
@@ -51,45 +54,80 @@ class DraftPlanner:
     history: History
     config: WaveConfig
 
-    def options(self, wave: WaveSummary, wave_index: int) -> tuple[DraftOption, ...]:
+    def options(
+        self, wave: WaveSummary, wave_index: int, remaining: int = 0
+    ) -> tuple[DraftOption, ...]:
         """All ways to decode a wave, the chosen one first; empty if not a single slot fits.
 
         Args:
             wave_index: number of the wave in the run. Every `EXPLORATION_INTERVAL`-th wave takes a
                 rejected draft, so that a wrong prediction is corrected by a measurement.
+            remaining: requests that wait behind this wave. Where nothing was measured, the waves
+                after the first try one draft each, as long as much work remains.
         """
         dense = self.predict(None, wave)
         if self.config.draft is None:
             return () if dense is None else (dense,)
-        if self.config.draft == "auto" and self.profile.drafts:
-            return self._ranked_options(dense, wave, wave_index)
-        draft = self.config.default if self.config.draft == "auto" else self.config.draft
-        fixed = self.predict(self._calibration(draft), wave)
+        if self.config.draft == "auto":
+            return self._ranked_options(dense, wave, wave_index, remaining)
+        fixed = self.predict(self._calibration(self.config.draft), wave)
         if fixed is None:
             return ()
         options = [fixed] if dense is None else [fixed, dense]
         return tuple(_with_speedups(options, dense))
 
     def _ranked_options(
-        self, dense: DraftOption | None, wave: WaveSummary, wave_index: int
+        self, dense: DraftOption | None, wave: WaveSummary, wave_index: int, remaining: int
     ) -> tuple[DraftOption, ...]:
         options = [] if dense is None else [dense]
         options += filter(None, (self._best_variant(draft, wave) for draft in self.profile.drafts))
         ranked = sorted(
             _with_speedups(options, dense), key=lambda option: option.seconds_per_request
         )
-        accepted = (o for o in ranked if o.draft is None or o.speedup >= MIN_SPEEDUP)
-        chosen = next(accepted, None)
+        chosen = next(filter(self._is_acceptable, ranked), None)
         rejected = [o for o in ranked if o is not chosen and o.draft is not None]
-        explores = bool(rejected) and wave_index % EXPLORATION_INTERVAL == EXPLORATION_INTERVAL - 1
-        if explores:
-            chosen = rejected[wave_index // EXPLORATION_INTERVAL % len(rejected)]
+        explored = self._explored(rejected, wave, wave_index, remaining)
+        explores = explored is not None
+        chosen = explored or chosen
         if chosen is None:
             return tuple(ranked)
         others = [option for option in ranked if option is not chosen]
         if chosen.draft is not None:
             chosen = self._with_gamma_schedule(chosen, wave, allow_dense=not explores)
         return (chosen, *others)
+
+    def _is_acceptable(self, option: DraftOption) -> bool:
+        """Whether an option may be chosen: dense decoding, or a draft that is known to pay."""
+        if option.draft is None:
+            return True
+        is_known = self._predictions_hold or self.history.has_tried(option.draft)
+        return is_known and option.speedup >= MIN_SPEEDUP
+
+    @property
+    def _predictions_hold(self) -> bool:
+        """Whether times are measured ones, or those of a GPU, whose published figures are
+        reached."""
+        return self.profile.measured or self.profile.device.kind == "cuda"
+
+    def _explored(
+        self, rejected: Sequence[DraftOption], wave: WaveSummary, wave_index: int, remaining: int
+    ) -> DraftOption | None:
+        """The rejected draft that a wave takes to learn from it; None for most waves."""
+        if not rejected:
+            return None
+        if wave_index % EXPLORATION_INTERVAL == EXPLORATION_INTERVAL - 1:
+            return rejected[wave_index // EXPLORATION_INTERVAL % len(rejected)]
+        trial = wave_index - 1  # the first wave decodes densely, as a reference
+        if self._predictions_hold or not 0 <= trial < min(MAX_TRIALS, len(self.profile.drafts)):
+            return None
+        if remaining < TRIAL_INTERVAL * wave.count:
+            return None
+        family = _family(self.profile.drafts[trial].draft)
+        untried = (option for option in rejected if not self._has_tried(option))
+        return next((o for o in untried if o.draft and _family(o.draft) == family), None)
+
+    def _has_tried(self, option: DraftOption) -> bool:
+        return option.draft is not None and self.history.has_tried(option.draft)
 
     # --- prediction ------------------------------------------------------------------------------
 

@@ -86,6 +86,10 @@ class History:
             if of_kind == kind and isinstance(draft, Draft)
         ]
 
+    def has_tried(self, draft: Draft) -> bool:
+        """Whether a wave of this run has shown how long rounds with a draft take."""
+        return (without_gamma(draft),) in self.time_ratios
+
     def length(self, kind: str) -> float | None:
         """Generated tokens for a kind of prompt; None if no wave has shown it."""
         return _median(self.mean_lengths, (kind,))

@@ -102,12 +102,12 @@ def describe_source(profile: Profile) -> str:
     name = profile.device.name
     if profile.measured:
         return f"times as measured on {name}"
-    if profile.drafts:
+    if profile.device.kind == "cuda":
         return (
             f"times from what is published of {name}, acceptance from other models: "
             "--profile has measured ones"
         )
     return (
-        f"nothing was measured on {name}, so the draft is the default and times are rough: "
-        "--profile has measured ones"
+        f"nothing was measured on {name}, so waves decode densely until one has shown that a draft "
+        "pays, and times are rough: --profile has measured ones"
     )

@@ -13,8 +13,6 @@ from pipeline.records import PlannedRequest
 from std_core.cost_model.memory import LongestRequest, SamplingMode
 from std_core.types import Draft
 
-STANDARD_DRAFT = Draft()
-
 
 @dataclass(frozen=True)
 class WaveConfig:
@@ -24,7 +22,6 @@ class WaveConfig:
         max_num_seqs: upper bound of a wave's slots.
         draft: a given draft is always used; None decodes densely; `auto` leaves the choice to the
             planner.
-        default: the draft of `auto` where the profile has no calibrated draft to choose from.
         engines: engines that share the requests.
         strict: tokens per row that each verification is padded to; 0 pads nothing.
         sampling_mode: how tokens are sampled, as in `LongestRequest`.
@@ -34,7 +31,6 @@ class WaveConfig:
     max_tokens: int = 256
     prefill_chunk: int = 2048
     draft: Draft | Literal["auto"] | None = "auto"
-    default: Draft = STANDARD_DRAFT
     engines: int = 1
     strict: int = 0
     sampling_mode: SamplingMode = "greedy"
@@ -56,7 +52,6 @@ def wave_config_of(job: Job, draft: Draft | None, sampled_by_default: bool = Fal
         job.max_num_seqs,
         job.max_tokens,
         draft="auto" if _planner_chooses(job) else draft,
-        default=draft or STANDARD_DRAFT,
         strict=job.strict,
         sampling_mode=_sampling_mode(job, sampled_by_default),
     )

@@ -56,12 +56,14 @@ def plan(
     max_requests = math.ceil(len(fitting) / config.engines) if closed else None
     groups = split_into_waves(fitting, capacity.slots_for, closed, max_requests)
     waves: list[Wave] = []
+    remaining = len(fitting)
     for group in islice(groups, idle_engines):
         parts = [group]
+        remaining -= len(group)
         while parts and len(waves) < idle_engines:
             requests = parts.pop()
             summary = WaveSummary.of(requests, config)
-            options = planner.options(summary, history.waves + len(waves))
+            options = planner.options(summary, history.waves + len(waves), remaining)
             if options:
                 waves.append(Wave(tuple(requests), options[0].slots, options[0].draft, options))
             else:

@@ -75,6 +75,8 @@ ESTIMATED_ACCEPTANCE = {
     Draft("full", weights="int4"): 0.95,
     Draft("ngram"): 0.4,
 }
+# Of these, the drafts that a run on a CPU may try.
+CPU_DRAFTS = (Draft("std"), Draft("ngram"))
 ESTIMATE_TOKENS = 100
 ESTIMATE_CONTEXT = 2048
 
@@ -131,7 +133,8 @@ def published_device(name: str) -> Device:
 def estimated_profile(device: Device, model_size: ModelSize, model: str, dtype: str) -> Profile:
     """Make a profile from published figures.
 
-    On a CPU it holds no drafts, since too little is known to choose among them.
+    Of a CPU too little is known to choose among drafts: the planner uses one only after a wave has
+    shown that it pays.
 
     Args:
         model: the checkpoint's revision.
@@ -148,12 +151,11 @@ def estimated_profile(device: Device, model_size: ModelSize, model: str, dtype: 
         per_entry=attention * multiply_add_s,
     )
     setup = DraftSetupLatency(per_token=causal_attention * multiply_add_s)
-    drafts: tuple[CalibratedDraft, ...] = ()
-    if device.kind == "cuda":
-        drafts = tuple(
-            _estimated_draft(draft, rate, latency, setup)
-            for draft, rate in ESTIMATED_ACCEPTANCE.items()
-        )
+    drafts = tuple(
+        _estimated_draft(draft, rate, latency, setup)
+        for draft, rate in ESTIMATED_ACCEPTANCE.items()
+        if device.kind == "cuda" or draft in CPU_DRAFTS
+    )
     return Profile(
         device,
         model=model,

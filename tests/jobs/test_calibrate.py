@@ -147,7 +147,7 @@ def test_without_a_profile_the_plan_says_so(
 ) -> None:
     text, found = plan(capsys, "--input", str(archive), "--model", str(tiny_model))
     assert "--profile has measured ones" in found["figures"] and found["figures"] in text
-    assert {wave["draft"] for wave in found["waves"]} == {"std 0.2 γ5"}
+    assert {wave["draft"] for wave in found["waves"]} == {"dense"}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def verified(run: Any, shelf: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """The output of an undisturbed run over `shelf` that drafts; other runs' texts are compared
     with its."""
     output = tmp_path_factory.mktemp("verified") / "out"
-    assert run(shelf, output, *LONGER)["new"] == 6
+    assert run(shelf, output, "--draft=std", *LONGER)["new"] == 6
     return output
 
 
@@ -72,7 +72,7 @@ def test_bad_files_get_their_rows_and_the_others_captions(
     (archive / "text.mp4").write_text("this is no video\n" * 100)
     (archive / "empty.mp4").write_bytes(b"")
     (archive / "cut.mp4").write_bytes(clip[: len(clip) // 2])
-    summary = run(archive, tmp_path / "out")
+    summary = run(archive, tmp_path / "out", "--draft=std")
     rows = rows_of(tmp_path / "out")
     codes = {name: row["error_code"] for name, row in rows.items() if row["status"] == "error"}
     assert codes == {

@@ -24,10 +24,12 @@ from std_core.cost_model.acceptance import (
     log_odds,
 )
 from std_core.cost_model.crossover import crossover_context
+from std_core.cost_model.device_specs import estimated_profile
 from std_core.cost_model.memory import LongestRequest
 from std_core.cost_model.model_size import ModelSize
 from std_core.cost_model.profile import (
     CalibratedDraft,
+    Device,
     DraftSetupLatency,
     LatencyModel,
     Profile,
@@ -198,6 +200,46 @@ def test_strict_bounds_gamma_and_pads_every_verification() -> None:
         options_of([100], WaveConfig(draft=None, strict=strict), per_token)[0] for strict in (0, 4)
     )
     assert four.row_round_s == pytest.approx(one.row_round_s + 3.0)
+
+
+# --- without a measurement ------------------------------------------------------------------------
+
+CPU = Device("cpu", kind="cpu", bandwidth=2e10, memory=64e9, flops=5e11)
+UNMEASURED = estimated_profile(CPU, LLAMA, "m", "bfloat16")
+MUCH_WORK = 1_000_000  # requests
+
+
+def unmeasured_choice(history: History, wave_index: int, remaining: int = MUCH_WORK) -> DraftOption:
+    config = WaveConfig(1)
+    planner = DraftPlanner(UNMEASURED, history, config)
+    return planner.options(wave_of([30_000], config), wave_index, remaining)[0]
+
+
+def test_where_nothing_was_measured_waves_decode_densely_or_try_a_draft() -> None:
+    drafts = [unmeasured_choice(History(), index).draft for index in range(12)]
+    policies = [draft.policy if draft else "dense" for draft in drafts]
+    assert policies == ["dense", "std", "ngram", *["dense"] * 9]
+    tried = unmeasured_choice(History(), 1)
+    assert tried.gamma_schedule is not None and tried.gamma_schedule.min_gamma > 0
+
+
+def test_a_trial_needs_work_that_it_could_pay_for() -> None:
+    assert unmeasured_choice(History(), 1, remaining=9).draft is None
+    assert unmeasured_choice(History(), 1, remaining=10).draft is not None
+
+
+@pytest.mark.parametrize(("ratio", "pays"), [(0.3, True), (3.0, False)])
+def test_what_a_trial_shows_is_used_from_then_on(ratio: float, pays: bool) -> None:
+    """Rounds much faster than predicted, or three times slower."""
+    std = UNMEASURED.drafts[0].draft
+    history = History(
+        acceptance_curves={
+            (replace(std, gamma=1), "caption"): (AcceptanceCurve((0.95,)),),
+        },
+        time_ratios={(replace(std, gamma=1),): (ratio,), (None,): (1.0,)},
+    )
+    chosen = unmeasured_choice(history, 20)
+    assert (chosen.draft is not None and chosen.draft.policy == "std") == pays
 
 
 # --- keep -----------------------------------------------------------------------------------------

@@ -300,12 +300,10 @@ def test_a_given_draft_keeps_its_gamma() -> None:
     assert default.gamma_schedule is None
 
 
-def test_without_calibrated_drafts_the_default_drafts() -> None:
+def test_without_a_calibrated_draft_waves_decode_densely() -> None:
     bare = replace(PROFILE, drafts=())
-    assert (
-        waves_of((planned_request(0, 0, 100),), 1, WaveConfig(), bare)[0].draft
-        == WaveConfig().default
-    )
+    (wave,) = waves_of((planned_request(0, 0, 100),), 1, WaveConfig(), bare)
+    assert wave.draft is None
 
 
 def test_waves_are_numbered_over_the_run_so_that_one_in_fifty_explores() -> None:

@@ -37,9 +37,9 @@ def test_devices_are_matched_by_the_names_their_drivers_report() -> None:
     assert set(QUOTED_DEVICES) <= set(PUBLISHED_DEVICES)
 
 
-def test_an_estimated_profile_has_drafts_on_a_gpu_and_none_on_a_cpu() -> None:
+def test_an_estimated_profile_has_more_drafts_on_a_gpu() -> None:
     gpu = estimated_profile(published_device("A100-80G"), SIZE, "m", "bfloat16")
     assert gpu.drafts and not gpu.measured
     assert gpu.spread.low < 1 < gpu.spread.high
     cpu = estimated_profile(local_device("cpu"), SIZE, "m", "bfloat16")
-    assert not cpu.drafts and cpu.device.memory > 0
+    assert 0 < len(cpu.drafts) < len(gpu.drafts) and cpu.device.memory > 0

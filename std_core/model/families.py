@@ -73,6 +73,8 @@ def unsupported_reason(config: Any, model_class: Any | None) -> str | None:
     text = config.get_text_config()
     if model_class is None:
         return "generates no text"
+    if config.is_encoder_decoder:
+        return "has an encoder for its prompts; only decoder-only models are supported"
     other_layers = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     if other_layers:
         names = ", ".join(sorted(other_layers))

@@ -19,6 +19,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     StoppingCriteria,
     StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from std_core import sparse_to_dense
@@ -169,6 +171,11 @@ def _with_replaced_forward(hf: Any) -> Any:
     return hf
 
 
+def _encoder_decoder() -> Any:
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
+    return T5ForConditionalGeneration(T5Config(**sizes, num_heads=2))
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "no head": (lambda hf, path: AutoModel.from_pretrained(path), "has no output head for tokens"),
     "a classification head": (
@@ -176,6 +183,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
         "has no output head for tokens",
     ),
     "another class": (lambda hf, path: _Wrapper(hf), "is no transformers model"),
+    "an encoder": (lambda hf, path: _encoder_decoder(), "has an encoder for its prompts"),
     "meta weights": (lambda hf, path: hf.to("meta"), "is offloaded"),
     "a hook": (lambda hf, path: _with_hook(hf), "forward hook .*model.layers.1.mlp"),
     "a replaced forward": (

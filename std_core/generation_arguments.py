@@ -1,9 +1,7 @@
 """The arguments of `generate`: read as transformers reads them, honoured or refused by name.
 
 What transformers derives from arguments (the merged generation configuration, lengths, special
-tokens, attention mask, logits processors, stopping criteria) is made by its own functions. Every
-field of `GenerationConfig` is in exactly one of three groups: honoured, without effect on tokens
-in the supported modes, or refused unless it has a neutral value.
+tokens, attention mask, logits processors, stopping criteria) is made by its own functions.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import (
@@ -24,84 +22,13 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
+from std_core.decoding.generation_fields import ASSISTED, EXTRA_OUTPUTS, REFUSED, check_config
 from std_core.decoding.token_sampling import ResolvedSampling
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-HONOURED = _names(
-    # lengths and ends
-    "max_length max_new_tokens min_length min_new_tokens max_time stop_strings"
-    " pad_token_id bos_token_id eos_token_id"
-    # sampling
-    " do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff"
-    " num_return_sequences"
-    # logits processors
-    " repetition_penalty encoder_repetition_penalty no_repeat_ngram_size"
-    " encoder_no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id"
-    " forced_eos_token_id remove_invalid_values exponential_decay_length_penalty"
-    " suppress_tokens begin_suppress_tokens sequence_bias watermarking_config"
-    # outputs
-    " output_scores output_logits return_dict_in_generate"
-)
-
-# `generate` reads these with beams, an assistant model, an encoder or a compiled cache alone, or
-# they change how a prompt is computed but not the tokens.
-WITHOUT_EFFECT = _names(
-    # beam search
-    "early_stopping length_penalty diversity_penalty num_beam_groups low_memory"
-    # assisted generation
-    " num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold"
-    " max_matching_ngram_size assistant_lookbehind target_lookbehind"
-    " assistant_ensemble_weight speculation_type"
-    # encoder-decoder models
-    " decoder_start_token_id"
-    # the engine has caches of its own, and always uses them
-    " use_cache cache_config max_cache_len prefill_chunk_size"
-    # compilation, other methods than `generate`, metadata
-    " compile_config disable_compile continuous_batching_config _from_model_config"
-    " transformers_version"
-)
-
-
-class Refusal(NamedTuple):
-    """Values of a field that are accepted, and why others are not."""
-
-    neutral: tuple[Any, ...]
-    reason: str
-
-
-_ASSISTED = "drafts are chosen by sparse_to_dense(model, draft), not by the call"
-_MOVED_TO_HUB = "transformers runs it with code from the hub, which the engine does not"
-REFUSED = {
-    "num_beams": Refusal((None, 1), "beam search is not supported"),
-    "constraints": Refusal((None,), "constrained beam search is not supported"),
-    "force_words_ids": Refusal((None,), "constrained beam search is not supported"),
-    "penalty_alpha": Refusal((None, 0), f"contrastive search is not supported: {_MOVED_TO_HUB}"),
-    "dola_layers": Refusal((None,), f"DoLa is not supported: {_MOVED_TO_HUB}"),
-    "guidance_scale": Refusal(
-        (None, 1), "classifier-free guidance is not supported: it needs a second forward pass"
-    ),
-    "token_healing": Refusal((None, False), "token healing is not supported: it changes prompts"),
-    "prompt_lookup_num_tokens": Refusal((None,), f'{_ASSISTED}: prompt lookup is Draft("ngram")'),
-    "assistant_early_exit": Refusal((None,), f'{_ASSISTED}: early exit is Draft("full", depth=…)'),
-    "use_mtp": Refusal((None, False), f"{_ASSISTED}, and multi-token prediction is none of them"),
-    "is_assistant": Refusal((None, False), "the engine does not draft for other models"),
-    "cache_implementation": Refusal(
-        (None, "dynamic", "static"), "the engine has caches of its own, on the model's device"
-    ),
-    "output_attentions": Refusal((None, False), "attention weights are not kept"),
-    "output_hidden_states": Refusal((None, False), "hidden states are not kept"),
-}
-# only together with `return_dict_in_generate` does transformers return these
-_EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 # Arguments of `generate` and inputs of models that have no equivalent.
 REFUSED_ARGUMENTS = {
-    "assistant_model": _ASSISTED,
-    "assistant_tokenizer": _ASSISTED,
+    "assistant_model": ASSISTED,
+    "assistant_tokenizer": ASSISTED,
     "synced_gpus": "the engine does not run under FSDP or DeepSpeed",
     "negative_prompt_ids": REFUSED["guidance_scale"].reason,
     "negative_prompt_attention_mask": REFUSED["guidance_scale"].reason,
@@ -150,33 +77,6 @@ _PROMPT_PROCESSORS = frozenset(
         logits_process.EncoderNoRepeatNGramLogitsProcessor,
     )
 )
-
-
-def check_config(config: GenerationConfig) -> None:
-    """Check that every field is honoured, has no effect, or has a neutral value.
-
-    Raises:
-        ValueError: names the field, its value and the reason.
-    """
-    for name, value in vars(config).items():
-        if name in REFUSED:
-            unread = name in _EXTRA_OUTPUTS and not config.return_dict_in_generate
-            if not unread and not any(
-                _is_same(value, neutral) for neutral in REFUSED[name].neutral
-            ):
-                raise ValueError(f"{name} = {value!r}: {REFUSED[name].reason}")
-        elif name in _FIELDS and name not in HONOURED and name not in WITHOUT_EFFECT:
-            default = _DEFAULTS.get(name, _FIELDS[name])
-            if not _is_same(value, default):
-                raise ValueError(f"{name} = {value!r}: this field of GenerationConfig is not known")
-
-
-def _is_same(value: Any, neutral: Any) -> bool:
-    return value is neutral or (neutral is not None and value == neutral)
-
-
-_FIELDS = vars(GenerationConfig())
-_DEFAULTS = GenerationConfig._get_default_generation_params()
 
 
 @dataclass(frozen=True)
@@ -245,7 +145,7 @@ class GenerationArguments:
         inputs = {
             name: value
             for name, value in inputs.items()
-            if value is not None and name not in _EXTRA_OUTPUTS
+            if value is not None and name not in EXTRA_OUTPUTS
         }
         hf._validate_model_kwargs(dict(inputs))
         ids, _, inputs = hf._prepare_model_inputs(call.inputs, config.bos_token_id, inputs)

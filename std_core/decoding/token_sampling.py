@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
+from std_core.decoding.generation_fields import neutralize
 from std_core.decoding.row_errors import isolated
 from std_core.kernels.gumbel_noise import (
     gumbel_from_uniform,
@@ -52,7 +53,7 @@ def resolve_sampling(
     """Combine a request's sampling with the checkpoint's generation configuration.
 
     Ids of the generation configuration that the vocabulary lacks are ignored, as in `generate`: no
-    output has them.
+    output has them. So are its fields that ask for what is not supported (`Engine.load` logs them).
 
     Args:
         hf: the Hugging Face model.
@@ -78,6 +79,8 @@ def resolve_sampling(
     }
     changes = {name: value for name, value in requested.items() if value is not None}
     config, _ = hf._prepare_generation_config(None, **changes)
+    neutralize(config)
+    config.max_length = len(prompt) + sampling.max_tokens
     default_stop_ids = (i for i in _as_tuple(config.eos_token_id) if 0 <= i < vocabulary)
     stop_ids = (*default_stop_ids, *sampling.stop_token_ids)
     # so that `min_new_tokens` suppresses the request's own stop ids as well

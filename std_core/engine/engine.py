@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from std_core.decoding.generation_fields import refusals
 from std_core.decoding.token_sampling import ResolvedSampling, resolve_sampling
 from std_core.engine.batch import Batch
 from std_core.engine.context import EngineContext, Resolve
@@ -21,6 +23,8 @@ from std_core.model.checkpoint import DTYPE_BYTES, Checkpoint, ModelInputs
 from std_core.model.model import Model
 from std_core.model.tensor_parallel import SINGLE_RANK, join_group, unshardable_reason
 from std_core.types import Counters, Draft, Dtype, GammaSchedule, Mode, Request, Result
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -118,6 +122,8 @@ class Engine:
         if tensor_parallel_size > 1:
             ranks = join_group(tensor_parallel_size, rank, address, device)
         model = Model.load(checkpoint, getattr(torch, dtype), *devices, tp_group=ranks)
+        for sentence in refusals(model.hf.generation_config).values():
+            logger.warning("ignored in the generation configuration of %s: %s", path, sentence)
         return cls(model, checkpoint, **settings)  # type: ignore[arg-type]
 
     def resize(self, max_num_seqs: int) -> None:

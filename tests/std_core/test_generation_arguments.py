@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,17 @@ from transformers.generation.streamers import BaseStreamer
 from jobs.suites.shared import tiny_models
 from pipeline.config import ROOT
 from std_core import sparse_to_dense
-from std_core.generation_arguments import HONOURED, REFUSED, WITHOUT_EFFECT, check_config
+from std_core.decoding.generation_fields import (
+    HONOURED,
+    REFUSED,
+    WITHOUT_EFFECT,
+    check_config,
+    neutralize,
+    refusals,
+)
+from std_core.engine.engine import Engine
 from std_core.model.checkpoint import Checkpoint
-from std_core.types import Draft
+from std_core.types import Draft, Request, Sampling
 from tests.std_core import generate_cases
 from tests.std_core.generate_cases import (
     BOTH_REFUSE,
@@ -339,7 +348,7 @@ def test_refused_fields_have_a_neutral_default_and_their_name_in_the_sentence() 
 def test_an_unknown_field_is_refused_unless_it_has_its_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("std_core.generation_arguments._FIELDS", {"new_search": None})
+    monkeypatch.setattr("std_core.decoding.generation_fields._FIELDS", {"new_search": None})
     config = GenerationConfig()
     config.new_search = None
     check_config(config)
@@ -389,9 +398,39 @@ def test_seeded_copies_differ_and_share_their_prompt(hf: Any, names: dict[str, A
     options: dict[str, Any] = {
         "attention_mask": names["mask"],
         "do_sample": True,
+        "temperature": 5.0,
         "num_return_sequences": 3,
         "max_new_tokens": 8,
     }
     first, again, other = (fast.generate(names["ids"], seed=s, **options) for s in (1, 1, 100))
     assert first.tolist() == again.tolist() != other.tolist()
     assert len(set(map(tuple, first[:3].tolist()))) == 3
+
+
+def test_an_engine_says_what_it_ignores_in_a_checkpoints_generation_config(
+    families: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests have no field for it, so it is not refused; a forced last token is honoured."""
+    folder = tmp_path / "model"
+    shutil.copytree(families("llama"), folder)
+    plain = Engine.load(str(folder))
+    asked = GenerationConfig(
+        num_beams=3, guidance_scale=2.0, forced_eos_token_id=9, eos_token_id=2, pad_token_id=0
+    )
+    asked.save_pretrained(folder)
+    with caplog.at_level(logging.WARNING, "std_core.engine.engine"):
+        engine = Engine.load(str(folder))
+    assert "num_beams = 3: beam search is not supported" in caplog.text
+    assert "guidance_scale = 2.0: classifier-free guidance is not supported" in caplog.text
+    request = Request("0", "a red square moves", sampling=Sampling(8))
+    (expected,) = plain.run([request], None)
+    (result,) = engine.run([request], Draft("ngram"))
+    assert len(expected.token_ids) == 8
+    assert result.token_ids == [*expected.token_ids[:7], 9]
+
+
+def test_neutral_fields_ask_for_nothing() -> None:
+    config = GenerationConfig(num_beams=3, penalty_alpha=0.6, return_dict_in_generate=True)
+    assert list(refusals(config)) == ["num_beams", "penalty_alpha"]
+    neutralize(config)
+    assert not refusals(config)

@@ -42,9 +42,9 @@ from jobs.suites.shared.workload import Workload
 from pipeline.command_line import flag
 from pipeline.config import ROOT
 from pipeline.plan.choose import DEFAULT_LENGTHS, DraftPlanner
-from pipeline.plan.dryrun import describe_draft
 from pipeline.plan.history import History
 from pipeline.plan.profile_file import read_profile
+from pipeline.plan.reason import describe_draft
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption, UsageError
 from std_core.cost_model.memory import LongestRequest

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.plan.choose import DraftPlanner
 from pipeline.plan.history import History
 from pipeline.plan.profile_file import describe_source
+from pipeline.plan.reason import describe_draft, explain_choice
 from pipeline.plan.settings import WaveConfig, WaveSummary
 from pipeline.records import DraftOption, FailedRequest, Wave
 from std_core.cost_model.crossover import crossover_context
@@ -67,24 +68,6 @@ def report(
     return content
 
 
-def describe_draft(draft: Draft | None) -> str:
-    """A draft in a few words: policy, what it keeps, which weights are cheaper, γ."""
-    if draft is None:
-        return "dense"
-    words: list[str] = [draft.policy]
-    if draft.policy not in ("full", "ngram"):
-        words.append(str(draft.k) if draft.k else f"{draft.keep:g}")
-    if draft.weights != "full":
-        words.append(draft.weights)
-    if draft.depth < 1:
-        words.append(f"depth {draft.depth:g}")
-    if draft.channels < 1:
-        words.append(f"channels {draft.channels:g}")
-    if draft.model:
-        words.append(f"by {draft.model}")
-    return " ".join([*words, f"γ{draft.gamma}"])
-
-
 def predicted_seconds(waves: Sequence[Wave], profile: Profile) -> dict[str, float]:
     """Seconds of one engine by phase. Each video is encoded and prefilled once per wave; further
     questions on it prefill their text only."""
@@ -139,7 +122,7 @@ def _predictions(waves: Sequence[Wave], inputs: PlanningInputs) -> dict[str, Any
     content: dict[str, Any] = {
         "device": profile.device.name,
         "figures": describe_source(profile),
-        "buckets": _buckets(waves, profile),
+        "buckets": _buckets(waves, inputs),
         "seconds": {phase: round(value, 3) for phase, value in seconds.items()},
         "shares": {
             phase: round(value / total, 4) if total else 0.0 for phase, value in seconds.items()
@@ -155,7 +138,7 @@ def _predictions(waves: Sequence[Wave], inputs: PlanningInputs) -> dict[str, Any
 def _hours(seconds: float, profile: Profile) -> list[float]:
     """Hours: lower bound, expected, upper bound."""
     low, high = profile.spread
-    return [round(seconds * factor / 3600, 4) for factor in (low, 1.0, high)]
+    return [round(seconds * factor / 3600, 7) for factor in (low, 1.0, high)]
 
 
 def _hours_on_known_devices(
@@ -181,17 +164,18 @@ def _replanned(wave: Wave, planner: DraftPlanner) -> Wave | None:
     return replace(wave, options=options) if options else None
 
 
-def _buckets(waves: Sequence[Wave], profile: Profile) -> dict[str, dict[str, Any]]:
+def _buckets(waves: Sequence[Wave], inputs: PlanningInputs) -> dict[str, dict[str, Any]]:
     """Upper bound of the class of a wave's longest context → what is planned for such waves."""
     by_class: dict[int, list[Wave]] = {}
     for wave in waves:
         longest = max(request.context for request in wave.requests)
         by_class.setdefault(_context_class(longest), []).append(wave)
-    return {str(bound): _bucket(by_class[bound], profile) for bound in sorted(by_class)}
+    return {str(bound): _bucket(by_class[bound], inputs) for bound in sorted(by_class)}
 
 
-def _bucket(waves: Sequence[Wave], profile: Profile) -> dict[str, Any]:
-    """Slots, n*_B and drafts of all waves; memory and options of the largest."""
+def _bucket(waves: Sequence[Wave], inputs: PlanningInputs) -> dict[str, Any]:
+    """Slots, n*_B and drafts of all waves; memory, options and reason of the largest."""
+    profile = inputs.profile
     largest = max(waves, key=lambda wave: len(wave.requests))
     rows = min(largest.max_num_seqs, len(largest.requests))
     union_fraction = profile.union_fraction(CROSSOVER_DRAFT, rows)
@@ -206,6 +190,7 @@ def _bucket(waves: Sequence[Wave], profile: Profile) -> dict[str, Any]:
         "slots": sorted({wave.max_num_seqs for wave in waves}),
         "crossover": round(crossover),
         "drafts": dict(requests_by_draft),
+        "reason": explain_choice(largest.options, profile, inputs.config),
         "memory_gb": {name: round(size / 1e9, 3) for name, size in largest.options[0].memory},
         "candidates": [_option(option) for option in largest.options],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.axes import Axes
 
+from pipeline.formatting import shorten
 from pipeline.report.buckets import BucketStats, bucket_stats, speedups
 from pipeline.report.data import ReportData
 from pipeline.report.drawing import (
@@ -18,7 +19,6 @@ from pipeline.report.drawing import (
     set_bucket_ticks,
     subplots,
 )
-from pipeline.report.formatting import shorten
 from pipeline.report.tally import PHASES
 
 DRAFT_OFFSET = 0.08  # between the points of two drafts in one bucket, in buckets

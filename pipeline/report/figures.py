@@ -9,6 +9,7 @@ import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
+from pipeline.formatting import format_number, shorten
 from pipeline.report import bucket_figures, time_figures
 from pipeline.report.data import ReportData
 from pipeline.report.drawing import (
@@ -22,7 +23,6 @@ from pipeline.report.drawing import (
     subplots,
     to_svg,
 )
-from pipeline.report.formatting import format_number, shorten
 
 
 class PlotSpec(NamedTuple):

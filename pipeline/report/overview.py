@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.formatting import format_count, format_duration, format_number
 from pipeline.report.data import ReportData
-from pipeline.report.formatting import format_count, format_duration, format_number
 
 NAMED_CODES = 4  # error codes that the headline names
 

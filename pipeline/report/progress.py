@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from pipeline.formatting import format_duration, format_number
 from pipeline.intake.prefetch import Source
 from pipeline.records import RunSnapshot
-from pipeline.report.formatting import format_duration, format_number
 from pipeline.report.tally import Tally
 
 LOG_INTERVAL = 5.0  # s between two log messages

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline import storage
+from pipeline.formatting import format_duration, shorten
 from pipeline.report.data import ReportData
-from pipeline.report.formatting import format_duration, shorten
 from pipeline.report.runs import RunRecord
 from pipeline.report.tally import PHASES
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.plan.dryrun import PlanningInputs, describe_draft, predicted_seconds, report
+from pipeline.plan.dryrun import PlanningInputs, predicted_seconds, report
 from pipeline.plan.history import History
 from pipeline.plan.plan_table import table
+from pipeline.plan.reason import describe_draft
 from pipeline.plan.settings import WaveConfig
 from pipeline.plan.waves import plan
 from pipeline.records import (

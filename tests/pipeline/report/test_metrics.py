@@ -69,6 +69,8 @@ def test_metrics_of_a_run_stand_at_rays_metrics_port(tiny_model: Path, tmp_path:
         videos,
         "--output",
         output,
+        "--draft",
+        "std",
         "--model",
         tiny_model,
         "--max-tokens",

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.report.formatting import format_duration, format_number
+from pipeline.formatting import format_duration, format_number
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,11 @@ def explain_choice(options: Sequence[DraftOption], profile: Profile, config: Wav
     bytes_read = f"{chosen.bytes_per_token / 1e6:.3g} MB"
     if dense is not None:
         bytes_read += f" instead of {dense.bytes_per_token / 1e6:.3g} MB"
+    speed = f"{chosen.speedup:.2f} times as fast as without (the bytes alone allow "
+    speed += f"{chosen.speedup_bound:.2f})"
     return (
         f"{name}: its drafts read {saved}, so that a generated token takes {bytes_read} of "
-        f"reading; {chosen.acceptance:.0%} of its tokens are accepted, and decoding is "
-        f"{chosen.speedup:.2f} times as fast as without (the bytes alone allow {chosen.speedup_bound:.2f})"
+        f"reading; {chosen.acceptance:.0%} of its tokens are accepted, and decoding is {speed}"
     )
 
 

@@ -27,7 +27,7 @@ from pipeline.records import (
     VideoInfo,
 )
 from pipeline.video.frame_plan import plan_frames
-from pipeline.video.probe import probe
+from pipeline.video.probe import probe, video_errors
 from pipeline.video.windows import Window, split_into_windows
 from std_core.model.checkpoint import Checkpoint
 
@@ -71,7 +71,8 @@ def probe_all(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
 
 def _probe_or_error(uri: str) -> VideoInfo | RequestError:
     try:
-        return probe(uri)
+        with video_errors(f"reading the headers of {storage.display_uri(uri)}"):
+            return probe(uri)
     except RequestError as error:
         return error
 
@@ -121,21 +122,31 @@ class RequestStream:
         infos = self.probe_all({uri for uri in uris if uri})
         for row in rows:
             info = infos.get(row.video_uri)
-            for window in self._windows(info):
+            windows, info = self._windows(info)
+            for window in windows:
                 id_ = self._request_id(
                     row, versions[row.video_uri], window=self._window_identity(window)
                 )
                 yield PendingRequest(id_, row, window, info)
 
-    def _windows(self, info: VideoInfo | RequestError | None) -> Sequence[Window | None]:
-        """The windows of a video. An unreadable video has the one window None: its error row has
-        the id of the first window, so that it is replaced once the video can be read."""
+    def _windows(
+        self, info: VideoInfo | RequestError | None
+    ) -> tuple[Iterable[Window | None], VideoInfo | RequestError | None]:
+        """The windows of a video, and its headers or the error of cutting it.
+
+        A video that cannot be read or cut has the one window None: its error row has the id of the
+        first window, so that it is replaced once the video can be."""
         assert self.job.window_seconds is not None
         if not isinstance(info, VideoInfo):
-            return [None]
-        return split_into_windows(
-            info, self.job.frames, self.job.window_seconds, self.job.window_overlap
-        )
+            return [None], info
+        try:
+            with video_errors("cutting the video into windows"):
+                windows = split_into_windows(
+                    info, self.job.frames, self.job.window_seconds, self.job.window_overlap
+                )
+        except RequestError as error:
+            return [None], error
+        return windows, info
 
     def _window_identity(self, window: Window | None) -> dict[str, object]:
         start = (self.job.frames.video_start or 0.0) if window is None else window[0]
@@ -217,7 +228,9 @@ def plan_requests(
     for request in pending:
         info = request.info or infos.get(request.input_row.video_uri)
         try:
-            yield _plan_request(request, info, job, checkpoint)
+            with video_errors("planning the request"):
+                planned = _plan_request(request, info, job, checkpoint)
+            yield planned
         except RequestError as error:
             yield FailedRequest(request, error, info if isinstance(info, VideoInfo) else None)
 

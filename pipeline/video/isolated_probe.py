@@ -8,7 +8,7 @@ from collections.abc import Mapping, Set
 from pipeline import storage
 from pipeline.records import RequestError, VideoInfo
 from pipeline.video.decode_job import DecodeJob
-from pipeline.video.probe import probe
+from pipeline.video.probe import probe, video_errors
 from pipeline.video.sandbox import AttemptLimits, return_worker, take_worker
 
 HEADER_CHECK = "pipeline.video.probe:check_headers"
@@ -28,7 +28,8 @@ def _probe(uri: str) -> VideoInfo | RequestError:
     if (crash := _check_in_process(uri)) is not None:
         return crash
     try:
-        return probe(uri)
+        with video_errors(f"reading the headers of {storage.display_uri(uri)}"):
+            return probe(uri)
     except RequestError as error:
         return error
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import av
@@ -66,8 +68,31 @@ def probe(uri: str) -> VideoInfo:
         try:
             with open_container(source, container.demuxer) as opened:
                 return _read_headers(opened, source, container, file, name=name)
-        except (av.error.FFmpegError, ValueError) as error:
+        except (av.error.FFmpegError, ValueError, ArithmeticError) as error:
             raise _unreadable(reader, container, file.size, name) from error
+
+
+@contextmanager
+def video_errors(work: str) -> Iterator[None]:
+    """Turns whatever the work on one video or request raises into its error: `invalid_request`
+    that names the exception, unless it is a RequestError already.
+
+    Args:
+        work: what is done, for the message.
+    """
+    try:
+        yield
+    except RequestError:
+        raise
+    except Exception as error:  # MemoryError and exceptions of libraries included
+        name = type(error).__name__
+        raise RequestError(
+            "invalid_request", f"{work} raised {name}: {_one_line(error)}"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or "without a message"
 
 
 def check_headers(job: DecodeJob, _buffer: FrameBuffer) -> None:
@@ -99,7 +124,7 @@ def _read_headers(
     demuxer = container.demuxer
     rotation = _rotation(opened, stream) if demuxer in _HAS_DISPLAY_MATRIX else 0
     length = _length(opened, stream, demuxer)
-    if not length.frames:
+    if not _is_credible(length, file.size):
         length = _length_by_packets(source, demuxer)
     if not length.frames:
         codec = stream.codec_context.name
@@ -163,6 +188,12 @@ def _length(opened: Any, stream: Any, demuxer: str) -> _Length:
     if seconds and rate:
         return _Length(math.ceil((seconds - _ROUNDING) * rate), seconds, rate)
     return _UNKNOWN_LENGTH
+
+
+def _is_credible(length: _Length, size: int) -> bool:
+    """Whether a file of `size` bytes can have the length that its headers give: a frame takes a
+    byte at least."""
+    return 0 < length.frames <= size
 
 
 def _seconds(opened: Any, stream: Any) -> float:

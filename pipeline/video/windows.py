@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from pipeline.records import (
     FrameOptions,
@@ -22,6 +23,7 @@ from pipeline.video.decode_job import LOST
 
 MAX_SPAN_BYTES = 256 << 20  # decoded frames of one pass
 MAX_SPAN_WINDOWS = 8  # windows of one pass, so that other CPU cores get work too
+MAX_WINDOWS = 1_000_000  # of one video; a year in windows of half a minute
 MIN_REST = 0.1  # of a window; a shorter rest of the video extends the last window
 
 Window = tuple[float, float]  # s, start (inclusive) and end (exclusive)
@@ -29,23 +31,38 @@ Window = tuple[float, float]  # s, start (inclusive) and end (exclusive)
 
 def split_into_windows(
     info: VideoInfo, options: FrameOptions, seconds: float, overlap: float
-) -> list[Window]:
-    """Cuts the chosen part of a video into windows, at least one.
+) -> Iterator[Window]:
+    """Cuts the chosen part of a video into windows, at least one, each made when it is taken.
 
     Args:
         options: name the part, by `video_start` and `video_end`.
         seconds: length of each window but the last, which ends with the part.
         overlap: s that a window shares with the one before.
+
+    Raises:
+        RequestError: `too_large` for more than `MAX_WINDOWS` windows, before the first one.
     """
     start = options.video_start or 0.0
     end = info.duration if options.video_end is None else min(options.video_end, info.duration)
     step = seconds - overlap
-    starts = [start]
-    while starts[-1] + seconds + MIN_REST * seconds < end:
-        starts.append(start + len(starts) * step)
-    *others, last = starts
-    windows = [(window_start, window_start + seconds) for window_start in others]
-    return [*windows, (last, max(end, last + 1e-3))]
+    if not end - start <= MAX_WINDOWS * step:  # a duration of NaN is refused, too
+        raise RequestError(
+            "too_large",
+            f"{end - start:.6g} s in windows of {seconds:g} s, which begin {step:g} s apart, are "
+            f"more than {MAX_WINDOWS:,} windows: raise --window-seconds, or choose a part with "
+            "--video-start and --video-end",
+        )
+    return _windows(start, end, seconds, step)
+
+
+def _windows(start: float, end: float, seconds: float, step: float) -> Iterator[Window]:
+    last = start
+    for number in count(1):
+        if last + seconds + MIN_REST * seconds >= end:
+            break
+        yield last, last + seconds
+        last = start + number * step
+    yield last, max(end, last + 1e-3)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import shutil
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 
 from jobs.demo_model import model, world
 from pipeline.config import Job
+from pipeline.intake import requests
 from pipeline.intake.requests import (
     FIRST_BATCH,
     MAX_BATCH,
     RequestStream,
     plan_in_batches,
     plan_requests,
+    probe_all,
     resolve_max_model_len,
 )
 from pipeline.job import main
@@ -24,7 +27,9 @@ from pipeline.records import (
     InputRow,
     PendingRequest,
     PlannedRequest,
+    RequestError,
     UsageError,
+    VideoInfo,
 )
 from std_core.model.checkpoint import Checkpoint
 
@@ -143,6 +148,83 @@ def test_draft_settings_are_part_of_the_id_in_sparse_mode_only(tmp_path: Path) -
     assert sparse != ids() and sparse == ids(mode="sparse", gamma=2)
     assert sparse != ids(mode="sparse", keep=0.5)
     assert sparse != ids(mode="sparse", draft="teal")
+
+
+LONG_CLAIM = VideoInfo(
+    uri="/v.mkv",
+    size_bytes=7600,
+    version="1",
+    container="mkv",
+    codec="h264",
+    duration=99_999_999 * 3600.0,
+    start=0.0,
+    frames=100,
+    exact=False,
+    fps=1e-9,
+    height=240,
+    width=320,
+    rotation=0,
+)
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_video_that_claims_too_many_windows_is_a_row_a_prompt(
+    prompts: int, clip: str, checkpoint: Checkpoint
+) -> None:
+    def probe(uris: Set[str]) -> Mapping[str, VideoInfo | RequestError]:
+        return {uri: LONG_CLAIM if uri.endswith(".mkv") else probe_all({uri})[uri] for uri in uris}
+
+    items = [
+        InputRow(video, f"{number}?") for video in ("/v.mkv", clip) for number in range(prompts)
+    ]
+    job = Job(window_seconds=1.0)
+    stream = RequestStream(items, job, "r", set(), probe)
+    batches = list(plan_in_batches(stream.pending(frozenset()), job, checkpoint, probe))
+    found = [one for batch in batches for one in batch]
+    failed = [one for one in found if isinstance(one, FailedRequest)]
+    assert [one.error.code for one in failed] == ["too_large"] * prompts
+    assert {one.pending.input_row.video_uri for one in failed} == {"/v.mkv"}
+    assert len(found) > 2 * prompts  # the good video's windows follow
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OverflowError("too\nlong"), RuntimeError("?")])
+@pytest.mark.parametrize("place", ["probe", "windows", "plan", "prompt"])
+def test_an_exception_of_one_video_is_its_row(
+    place: str,
+    error: Exception,
+    clip: str,
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever raises in the survey because of one video or prompt: the others go on."""
+    bad = str(shutil.copy(clip, tmp_path / "bad.mp4"))
+
+    def raising(work: Callable[..., Any], belongs: Callable[..., bool]) -> Callable[..., Any]:
+        def work_or_raise(*args: Any) -> Any:
+            if belongs(*args):
+                raise error
+            return work(*args)
+
+        return work_or_raise
+
+    name, work, belongs = {
+        "probe": ("probe", requests.probe, lambda uri: uri == bad),
+        "windows": ("split_into_windows", requests.split_into_windows, lambda i, *_: i.uri == bad),
+        "plan": ("plan_frames", requests.plan_frames, lambda info, *_: info.uri == bad),
+        "prompt": ("count_prompt_tokens", checkpoint.count_prompt_tokens, lambda p, *_: p == "bad"),
+    }[place]
+    target = checkpoint if place == "prompt" else requests
+    monkeypatch.setattr(target, name, raising(work, belongs))
+    items = [InputRow(clip, "a"), InputRow(bad, "bad"), InputRow(clip, "b")]
+    job = Job(window_seconds=1000.0)
+    pending = RequestStream(items, job, "r", set()).pending(frozenset())
+    first, failed, last = (
+        one for batch in plan_in_batches(pending, job, checkpoint) for one in batch
+    )
+    assert isinstance(first, PlannedRequest) and isinstance(last, PlannedRequest)
+    assert isinstance(failed, FailedRequest) and failed.error.code == "invalid_request"
+    assert type(error).__name__ in failed.error.message and "\n" not in failed.error.message
 
 
 def test_batches_start_small_and_are_bounded(clip: str, checkpoint: Checkpoint) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import struct
+import tempfile
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from pipeline.records import RequestError
 from pipeline.video.probe import probe
@@ -124,6 +129,49 @@ def test_a_late_start_is_not_part_of_the_duration(tmp_path: Path, container: str
 def test_frames_hidden_by_an_edit_list_are_not_counted(tmp_path: Path) -> None:
     info = probe(str(write(tmp_path / "e.mp4", "libx264", "mp4", start=-4)))
     assert (info.frames, info.duration, info.fps) == (16, 2.0, 8.0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.floats(0, allow_infinity=True, allow_nan=False),
+    st.from_regex(r"[0-9]{1,9}:[0-9]{2}:[0-9]{1,3}[.][0-9]{0,6}", fullmatch=True),
+)
+@example(99_999_999 * 3.6e6, "99999999:00:00.000")
+@example(float("inf"), "9" * 18)
+def test_a_claimed_duration_is_checked_against_the_file(
+    ordinary_mkv: bytes, milliseconds: float, tag: str
+) -> None:
+    """Whatever the headers claim: a plausible length, or the number of frames that are there."""
+    duration = ordinary_mkv.index(b"\x44\x89\x88") + 3
+    claimed = bytearray(ordinary_mkv)
+    claimed[duration : duration + 8] = struct.pack(">d", milliseconds)
+    claimed = claimed.replace(b"00:00:02.500000000", tag[:18].encode().ljust(18, b"\0"))
+    with tempfile.NamedTemporaryFile(suffix=".mkv") as file:
+        Path(file.name).write_bytes(claimed)
+        try:
+            info = probe(file.name)
+        except RequestError:
+            return
+    assert 0 < info.frames <= len(claimed)
+    assert math.isfinite(info.duration) and info.duration > 0
+    if info.duration > 1e6:
+        assert info.fps < 1  # few frames, far apart: an honest reading of that header
+
+
+@pytest.fixture(scope="module")
+def ordinary_mkv(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("mkv") / "a.mkv"
+    return write(path, "libx264", "matroska").read_bytes()
+
+
+def test_packets_are_counted_where_the_headers_claim_more_frames_than_bytes(
+    ordinary_mkv: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "bomb.mkv"
+    path.write_bytes(ordinary_mkv.replace(b"00:00:02.500000000", b"99999999:00:00.000"))
+    info = probe(str(path))
+    assert (info.frames, info.exact) == (COUNT, False)
+    assert info.duration == pytest.approx(COUNT / RATE)
 
 
 def test_packets_are_counted_where_the_header_has_no_duration(tmp_path: Path) -> None:

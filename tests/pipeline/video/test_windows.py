@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -36,6 +37,7 @@ from pipeline.video.probe import probe
 from pipeline.video.sandbox import close_workers
 from pipeline.video.windows import (
     MAX_SPAN_WINDOWS,
+    MAX_WINDOWS,
     frames_of_window,
     group_into_spans,
     merge_plans,
@@ -101,16 +103,46 @@ def planned(
 def test_windows_cover_the_video(
     seconds: float, overlap: float, found: list[tuple[float, float]]
 ) -> None:
-    assert split_into_windows(video(), FrameOptions(), seconds, overlap) == found
+    assert list(split_into_windows(video(), FrameOptions(), seconds, overlap)) == found
 
 
 def test_windows_stay_inside_the_chosen_part() -> None:
     options = FrameOptions(video_start=10, video_end=50)
-    assert split_into_windows(video(), options, 20, 0) == [(10, 30), (30, 50)]
-    assert split_into_windows(video(), replace(options, video_end=500.0), 45, 0) == [
+    assert list(split_into_windows(video(), options, 20, 0)) == [(10, 30), (30, 50)]
+    assert list(split_into_windows(video(), replace(options, video_end=500.0), 45, 0)) == [
         (10, 55),
         (55, 100),
     ]
+
+
+@given(
+    st.floats(allow_nan=True, allow_infinity=True, min_value=None),
+    st.floats(1e-6, 1e6),
+    st.floats(0, 0.99),
+)
+def test_a_claimed_duration_makes_no_list(duration: float, seconds: float, overlap: float) -> None:
+    info = replace(video(), duration=duration)
+    try:
+        windows = split_into_windows(info, FrameOptions(), seconds, overlap * seconds)
+    except RequestError as error:
+        assert error.code == "too_large" and "--window-seconds" in error.message  # noqa: PT017
+        assert not duration <= (MAX_WINDOWS - 1) * seconds * (1 - overlap)
+    else:
+        assert not isinstance(windows, list) and next(windows)[0] == 0
+        assert duration <= (MAX_WINDOWS + 1) * seconds
+
+
+def test_the_largest_number_of_windows_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 20_000
+    monkeypatch.setattr("pipeline.video.windows.MAX_WINDOWS", limit)
+    info = replace(video(), duration=float(limit))
+    tracemalloc.start()
+    number = sum(1 for _ in split_into_windows(info, FrameOptions(), 1.0, 0.0))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert number == limit and peak < 16 << 10
+    with pytest.raises(RequestError, match="raise --window-seconds"):
+        split_into_windows(replace(info, duration=limit + 1.0), FrameOptions(), 1.0, 0.0)
 
 
 @settings(deadline=None)
@@ -124,7 +156,7 @@ def test_windows_without_overlap_partition_the_frames(
     length: float, seconds: float, overlap: float, fps: float
 ) -> None:
     info = video(max(1, round(length * fps)) / fps, fps)
-    found = split_into_windows(info, FrameOptions(), seconds, overlap * seconds)
+    found = list(split_into_windows(info, FrameOptions(), seconds, overlap * seconds))
     assert found[0][0] == 0
     assert found[-1][1] == info.duration
     assert all(

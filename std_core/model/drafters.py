@@ -39,7 +39,8 @@ def build_drafter(model: Model, draft: Draft, thresholds: Mapping[str, float]) -
     if draft.depth < 1:
         _truncate_layers(drafter, draft_layers(draft, model.layers))
     for name, linear in list(projections(drafter.decoder)):
-        drafter.decoder.set_submodule(name, _draft_projection(linear, draft, thresholds.get(name)))
+        projection = _draft_projection(linear, draft, thresholds.get(name), model.owns_weights)
+        drafter.decoder.set_submodule(name, projection)
     if draft.weights != "full":
         drafter.head = _low_bit_head(model.head)
     return drafter
@@ -101,11 +102,13 @@ def _truncate_layers(model: Model, layers: int) -> None:
 class SparseLinear(nn.Module):
     """A projection over the input channels whose magnitude exceeds a threshold (TEAL)."""
 
-    def __init__(self, inner: Any, threshold: float, keep: float):
+    def __init__(self, inner: Any, threshold: float, keep: float, shares_layout: bool = False):
         """
         Args:
             inner: a linear layer, or its low-bit copy.
             keep: the share of channels that exceeded the threshold in its calibration.
+            shares_layout: give the layer's own weight the kernel's layout too, which all that share
+                the weight see.
         """
         super().__init__()
         self.inner = inner
@@ -114,8 +117,7 @@ class SparseLinear(nn.Module):
         self.weight: torch.Tensor | None = None
         if isinstance(inner, nn.Linear):
             self.weight = kernel_layout(inner.weight.detach())
-            if inner.weight.device.type != "cpu":
-                # dense products on a GPU take this layout as well: one copy serves both
+            if shares_layout:
                 inner.weight.data = self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -150,12 +152,16 @@ class _FittedHead(nn.Module):
         return F.pad(logits, (0, self.out_features - logits.shape[-1]), value=MISSING_LOGIT)
 
 
-def _draft_projection(linear: nn.Linear, draft: Draft, threshold: float | None) -> nn.Module:
+def _draft_projection(
+    linear: nn.Linear, draft: Draft, threshold: float | None, owns_weights: bool
+) -> nn.Module:
     module: nn.Module = linear
     if draft.weights != "full":
         module = _low_bit(linear, WEIGHT_BITS[draft.weights])
     if threshold is not None:
-        module = SparseLinear(module, threshold, draft.channels)
+        # dense products on a GPU take the kernel's layout as well: one copy serves both
+        shares = owns_weights and linear.weight.device.type != "cpu"
+        module = SparseLinear(module, threshold, draft.channels, shares_layout=shares)
     return module
 
 

@@ -97,6 +97,7 @@ class Model:
         feature_levels: features per visual token: the last layer's, and one per DeepStack level.
         layer_devices: of each layer.
         tp_group: the ranks that share the model.
+        owns_weights: nobody else uses the weights, so their layout in memory may change.
         position_rule, mrope: how M-RoPE's positions are computed; None without M-RoPE.
 
     Raises:
@@ -109,15 +110,18 @@ class Model:
         hf: Any,
         tp_group: TensorParallelGroup = SINGLE_RANK,
         position_rule: PositionRule | None = None,
+        owns_weights: bool = False,
     ):
         """
         Args:
             position_rule: of M-RoPE; if not given, that of the configuration.
+            owns_weights: the weights were loaded for this model alone.
         """
         hf = uncompiled(hf)
         if reason := unattachable_reason(hf) or unfaithful_reason(hf):
             raise ValueError(f"{_name(hf)} {reason}")
         self.hf = hf
+        self.owns_weights = owns_weights
         self.position_rule = position_rule or rule_of(hf.config)
         self.mrope = MRope.of(hf.config)
         self.has_vision_tower = has_vision_tower(hf.config)
@@ -185,10 +189,11 @@ class Model:
             from accelerate import dispatch_model
 
             # accelerate's hooks move activations from one layer's device to the next one's
-            return cls(dispatch_model(hf, layer_device_map(hf, devices), force_hooks=True))
+            spread = dispatch_model(hf, layer_device_map(hf, devices), force_hooks=True)
+            return cls(spread, owns_weights=True)
         if tp_group.size > 1:
-            return cls(localize_shards(hf, devices[0], tp_group), tp_group)
-        return cls(hf.to(devices[0]))
+            return cls(localize_shards(hf, devices[0], tp_group), tp_group, owns_weights=True)
+        return cls(hf.to(devices[0]), owns_weights=True)
 
     def _kv_shape(self) -> tuple[int, int]:
         """Run one token; return the KV heads of this rank and their size.

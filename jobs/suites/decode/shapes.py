@@ -37,7 +37,7 @@ def shape_engine(name: str, dtype: str, device: str) -> Engine:
     family, size = SHAPES[name]
     hf = random_model(config_of(family, size), dtype=getattr(torch, dtype), device=device)
     checkpoint = TokenIdCheckpoint(max_model_len=size.window)
-    return Engine(Model(hf), checkpoint, keep_prefixes=True)  # type: ignore[arg-type]
+    return Engine(Model(hf, owns_weights=True), checkpoint, keep_prefixes=True)  # type: ignore[arg-type]
 
 
 def random_workload(engine: Engine, context: int, batch: int, max_tokens: int) -> Workload:

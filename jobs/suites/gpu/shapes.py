@@ -84,7 +84,7 @@ SMALL_LLAMA = TextSize(64, 128, layers=2, heads=4, kv_heads=2, vocabulary=96, in
 def random_shape(shape: Shape, device: str, dtype: torch.dtype) -> Model:
     """A model of this shape behind the engine's adapter."""
     config = config_of(shape.family, shape.text, shape.vision)
-    return Model(random_model(config, dtype=dtype, device=device))
+    return Model(random_model(config, dtype=dtype, device=device), owns_weights=True)
 
 
 def small_llama(device: str, dtype: torch.dtype) -> Any:

@@ -100,7 +100,10 @@ class CaseRun:
 
     def _random_model(self, spec: ModelSpec) -> Model:
         case = self.case
-        return Model(random_model(_config(spec), dtype=case.torch_dtype, device=case.device))
+        return Model(
+            random_model(_config(spec), dtype=case.torch_dtype, device=case.device),
+            owns_weights=True,
+        )
 
     @property
     def weights(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,10 @@ from torch import nn
 
 from std_core.engine.draft_models import DraftModels
 from std_core.engine.engine import Engine
-from std_core.kernels.sparse_linear import sparsify
+from std_core.kernels.sparse_linear import channel_major, sparsify
+from std_core.model import drafters
 from std_core.model.drafters import SparseLinear, build_drafter, projections
+from std_core.model.model import Model
 from std_core.model.sparsity import calibrate_thresholds, record_projection_inputs
 from std_core.types import Draft, Request, Sampling
 
@@ -83,3 +86,17 @@ def test_an_early_exit_draft_can_have_sparse_channels(engine: Engine) -> None:
     sparse = [m for m in drafter.decoder.modules() if isinstance(m, SparseLinear)]
     assert len(sparse) == 7 * drafter.layers and result.error is None
     assert result.weight_keep < engine.draft_models.weight_keep(Draft("full", depth=0.5))
+
+
+def test_only_the_engines_own_weights_get_the_kernels_layout(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafters, "kernel_layout", channel_major)  # as on a GPU
+    for shares in (False, True):
+        linear = torch.nn.Linear(8, 4)
+        sparse = SparseLinear(linear, threshold=0.0, keep=1.0, shares_layout=shares)
+        assert sparse.weight is not None and torch.equal(sparse.weight, linear.weight)
+        assert linear.weight.is_contiguous() is not shares
+        assert (linear.weight.data_ptr() == sparse.weight.data_ptr()) is shares
+    assert engine.model.owns_weights
+    assert not Model(engine.model.hf).owns_weights

@@ -433,13 +433,16 @@ def _attention_mask(branch: torch.Tensor, prefix: int) -> torch.Tensor:
 
 
 def _text_gap(rng: random.Random, grid: tuple[int, int, int], varied: bool) -> int:
-    """Positions from the video's first to the text's first: as transformers has it, or as behind a
-    longer or larger video."""
-    frame_pairs, rows, columns = grid
-    usual = max(rows, columns)
+    """Positions from the video's first to the text's first.
+
+    Usually the text continues behind the largest position of all three axes (the reference rule of
+    `std_core.model.positions`); else as transformers 5 has it, or as behind another video.
+    """
+    usual = max(grid)
     if not varied or rng.random() >= 0.4:
         return usual
-    return rng.choice((max(frame_pairs, usual), rng.randint(2, 30), rng.randint(2, 120)))
+    _, rows, columns = grid
+    return rng.choice((max(rows, columns), rng.randint(2, 30), rng.randint(2, 120)))
 
 
 def _dialogues(

@@ -17,6 +17,9 @@ from jobs.demo_model import world
 from jobs.demo_model.training import batches, train
 from jobs.demo_model.training.batches import IGNORED
 from jobs.demo_model.training.forward import Probes, encode_frame_pairs, predict
+from std_core.model.checkpoint import ModelInputs
+from std_core.model.families import TEXT, VIDEO
+from std_core.model.positions import MRope, reference_positions
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +54,23 @@ def test_the_training_tower_computes_the_models_own_features(model, tokenizer) -
 
 
 def own_logits(model, batch: batches.TrainingBatch, length: int, frames: torch.Tensor):
-    """Logits of the model's own forward on the first `length` tokens of the first clip."""
+    """Logits of the model's own forward on the first `length` tokens of the first clip, at the
+    positions of the reference rule."""
     ids = batch.text.ids[:1, :length]
+    inputs = ModelInputs(
+        ids,
+        token_types=torch.where(ids == model.config.video_token_id, VIDEO, TEXT),
+        video_patches=frames,
+        video_grid=torch.tensor([batch.grid]),
+    )
+    mrope = MRope.of(model.config)
+    assert mrope is not None
     return model(
         input_ids=ids,
         pixel_values_videos=frames,
-        video_grid_thw=torch.tensor([batch.grid]),
-        mm_token_type_ids=torch.where(ids == model.config.video_token_id, 2, 0),
+        video_grid_thw=inputs.video_grid,
+        mm_token_type_ids=inputs.token_types,
+        position_ids=reference_positions(inputs, mrope),
     ).logits[0]
 
 

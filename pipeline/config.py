@@ -183,6 +183,7 @@ class Job:
             )
         self._check_parallel()
         self._check_windows()
+        self._check_texts()
         try:
             _ = self.sampling
         except ValueError as error:
@@ -201,6 +202,18 @@ class Job:
                 "order in which more partial sums are added depends on a row's position in the "
                 "batch"
             )
+
+    def _check_texts(self) -> None:
+        for name in ("prompt", "stop"):
+            for text in getattr(self, name):
+                if name == "prompt" and not text:
+                    raise UsageError(f"{hyphened(name)} is empty: a text is needed")
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raise UsageError(
+                        f"{hyphened(name)} {text!a} holds bytes that are not UTF-8"
+                    ) from error
 
     def _check_windows(self) -> None:
         if self.window_seconds is not None and not self.window_seconds > 0:

@@ -144,7 +144,7 @@ def _prompts(job: Job, default_prompt: str) -> tuple[str, ...]:
     if not job.prompts:
         return job.prompt or ((default_prompt,) if default_prompt else ())
     try:
-        lines = Path(job.prompts).read_text().splitlines()
+        lines = Path(job.prompts).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts {job.prompts!r} cannot be read: {error}") from error
     if not any(lines):

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import io
 import json
+import logging
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,9 @@ VIDEO_SUFFIXES = frozenset(
 VIDEO_COLUMNS = ("video", "video_uri", "url", "path")
 QUESTION_COLUMNS = ("question", "prompt")
 ID_COLUMN = "request_id"
+PART_COLUMNS = ("video_start", "video_end")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,8 @@ def _manifest_of_table(
     name = storage.display_uri(uri)
     with read_errors(uri):
         schema, has_rows = table_format.read_schema(uri)
+        _ = schema.names  # decodes them
+        _check_columns(name, schema)
         pa.default_memory_pool().release_unused()  # a .csv or .jsonl was read whole for its types
     if not has_rows:
         raise UsageError(f"{name}: there are no rows in it")
@@ -209,6 +215,7 @@ def _manifest_of_table(
             f"{name} has no question column (it has {', '.join(schema.names)}): "
             f"name one, or give a prompt"
         )
+    _warn_of_parts(name, schema)
     schema = table_format.as_text(schema, (roles.video, roles.question, roles.given_id))
     input_schema = pa.schema(
         [
@@ -218,6 +225,31 @@ def _manifest_of_table(
     )
     reader = _TableReader(uri, table_format, schema, input_schema.names, roles, prompts)
     return Manifest(input_schema, reader.rows)
+
+
+def _check_columns(name: str, schema: pa.Schema) -> None:
+    """Raises UsageError for a column whose cells cannot be carried to the output."""
+    for column in schema:
+        try:
+            _python_values(pa.array([], column.type))
+            pa.array([None], column.type)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{name}: the column {column.name!r} of {column.type} cannot be carried to the "
+                "output: leave it out, or convert it"
+            ) from error
+
+
+def _warn_of_parts(name: str, schema: pa.Schema) -> None:
+    """Says of columns named like options that they are carried and choose nothing."""
+    parts = [column for column in PART_COLUMNS if column in schema.names]
+    if parts:
+        logger.warning(
+            "%s: the columns %s are carried to the output and do not choose the part of a video; "
+            "--video-start and --video-end do, for all of them",
+            name,
+            ", ".join(parts),
+        )
 
 
 def _find_roles(
@@ -323,8 +355,29 @@ def _sort_by_video(rows: Iterable[InputRow]) -> list[InputRow]:
 
 
 def _python_values(column: pa.Array) -> list[Any]:
-    """Python values that Arrow converts back unchanged: Python has no type for times in ns, so they
-    are integers."""
-    if getattr(column.type, "unit", None) == "ns":
-        return column.cast(pa.int64()).to_pylist()
-    return column.to_pylist()
+    """Python values that Arrow converts back unchanged: dates and times are integers, since
+    Python has none in ns, before the year 1 or after 9999. So are those in lists and structs."""
+    return column.cast(_without_times(column.type)).to_pylist()
+
+
+def _without_times(type_: pa.DataType) -> pa.DataType:
+    """The type with integers in place of dates, times and durations."""
+    if pa.types.is_temporal(type_) and not pa.types.is_interval(type_):
+        return pa.int32() if type_.bit_width == 32 else pa.int64()
+    if pa.types.is_struct(type_):
+        return pa.struct([field.with_type(_without_times(field.type)) for field in type_])
+    if pa.types.is_map(type_):
+        return pa.map_(_without_times(type_.key_type), _without_times(type_.item_type))
+    if pa.types.is_dictionary(type_):
+        return _without_times(type_.value_type)
+    for is_list, make in _LISTS:
+        if is_list(type_):
+            field = type_.value_field
+            return make(field.with_type(_without_times(field.type)))
+    if pa.types.is_fixed_size_list(type_):
+        field = type_.value_field
+        return pa.list_(field.with_type(_without_times(field.type)), type_.list_size)
+    return type_
+
+
+_LISTS = ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list))

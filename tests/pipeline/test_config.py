@@ -62,10 +62,12 @@ def test_any_prompt_arrives_verbatim(value: str) -> None:
 def test_yaml_values_arrive_verbatim(value: str, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(
-        yaml.safe_dump({"input": "x", "prompt": [value], "video-column": value}, allow_unicode=True)
+        yaml.safe_dump(
+            {"input": "x", "prompt": [value or "?"], "video-column": value}, allow_unicode=True
+        )
     )
     job = parse_job(["--config", str(file)], "test")
-    assert (job.prompt, job.video_column) == ((value,), value)
+    assert (job.prompt, job.video_column) == ((value or "?",), value)
 
 
 def test_plain_yaml_scalars_stay_text(tmp_path: Path) -> None:
@@ -250,3 +252,11 @@ def test_models_are_presets_folders_or_hub_ids(tmp_path: Path) -> None:
     assert parse("--model", "qwen2-vl-7b").dtype == "bfloat16"
     with pytest.raises(UsageError, match="qwen2-vl-7b"):
         model_path("qwen2-vl-7")
+
+
+def test_prompts_that_are_empty_or_not_text_are_refused() -> None:
+    with pytest.raises(UsageError, match="--prompt is empty"):
+        parse("--prompt", "Who?", "--prompt", "")
+    for flag in ("--prompt", "--stop"):
+        with pytest.raises(UsageError, match=rf"{flag} .*\\udcff.* holds bytes that are not UTF-8"):
+            parse(flag, b"what \xff".decode("utf-8", "surrogateescape"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import tempfile
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from decimal import Decimal
@@ -13,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import storage
@@ -377,3 +378,145 @@ def test_credentials_reach_storage_but_not_the_output(tmp_path: Path) -> None:
     row = rows.failed_row(rows.Provenance(Job(), "r", None), failure)
     assert row["video_uri"] == "https://host/a.mp4?x=2"
     assert "secret" not in str(row)
+
+
+# -------------------------------------------------------------------------- cells that are hard
+
+LEAVES = [
+    pa.string(),
+    pa.int64(),
+    pa.date32(),
+    pa.time32("ms"),
+    pa.time64("ns"),
+    *(pa.timestamp(unit, zone) for unit in ("s", "us", "ns") for zone in (None, "UTC", "No/Where")),
+    *(pa.duration(unit) for unit in ("s", "ms", "ns")),
+]
+TYPES = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.one_of(
+        inner.map(pa.list_),
+        inner.map(pa.large_list),
+        inner.map(lambda type_: pa.list_(type_, 2)),
+        inner.map(lambda type_: pa.map_(pa.string(), type_)),
+        st.tuples(inner, inner).map(lambda pair: pa.struct(dict(zip("ab", pair, strict=True)))),
+    ),
+    max_leaves=3,
+)
+
+
+def cell(type_: pa.DataType) -> st.SearchStrategy[Any]:
+    """A cell of a type; dates and times as integers, far ones included."""
+    if pa.types.is_string(type_):
+        value = st.text(max_size=3)
+    elif pa.types.is_struct(type_):
+        value = st.fixed_dictionaries({field.name: cell(field.type) for field in type_})
+    elif pa.types.is_map(type_):
+        value = st.lists(st.tuples(st.text(max_size=2), cell(type_.item_type)), max_size=2)
+    elif pa.types.is_fixed_size_list(type_):
+        value = st.lists(cell(type_.value_type), min_size=2, max_size=2)
+    elif pa.types.is_nested(type_):
+        value = st.lists(cell(type_.value_type), max_size=2)
+    elif type_.bit_width == 32:
+        value = st.integers(0, 86_399_999)
+    else:
+        value = st.integers(0, 86_399_999_999_999) | st.just(2**62)
+        value = value if pa.types.is_time64(type_) is False else st.integers(0, 86_399_999_999_999)
+    return st.none() | value
+
+
+@settings(deadline=None)
+@given(TYPES.flatmap(lambda type_: st.tuples(st.just(type_), st.lists(cell(type_), max_size=4))))
+def test_cells_of_every_type_are_carried_unchanged(column: tuple[pa.DataType, list[Any]]) -> None:
+    type_, cells = column
+    array = pa.array(cells, type_)
+    carried = manifest._python_values(array)
+    assert to_table([{"x": cell} for cell in carried], pa.schema({"x": type_}))["x"].equals(
+        pa.chunked_array([array], type_)
+    )
+
+
+def test_far_times_in_lists_and_structs_come_back(tmp_path: Path) -> None:
+    when = pa.timestamp("us", "UTC")
+    table = pa.table(
+        {
+            "video": ["a.mp4"],
+            "question": ["?"],
+            "at": pa.array([2**60], when),
+            "cuts": pa.array([[1, 2**60]], pa.list_(when)),
+            "shot": pa.array([{"from": 2**60}], pa.struct({"from": when})),
+        }
+    )
+    pq.write_table(table, tmp_path / "m.parquet")
+    opened = open_manifest(str(tmp_path / "m.parquet"))
+    [row] = opened.rows()
+    written = to_table([row.columns], output_schema(opened.input_schema))
+    for name in ("at", "cuts", "shot"):
+        assert written[name].equals(table[name])
+
+
+def test_a_column_that_cannot_be_carried_is_named() -> None:
+    schema = pa.schema({"video": pa.string(), "x": pa.dense_union([pa.field("a", pa.int32())])})
+    with pytest.raises(UsageError, match="m: the column 'x' of dense_union"):
+        manifest._check_columns("m", schema)
+
+
+@pytest.mark.parametrize("column", ["video_start", "video_end"])
+def test_columns_named_like_a_part_are_not_ignored_in_silence(
+    column: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = write(str(tmp_path), "csv", [{"video": "a.mp4", "question": "?", column: 3}])
+    [row] = read_rows(uri)
+    assert row.columns[f"input_{column}"] == 3
+    assert column in caplog.text and "--video-start" in caplog.text
+
+
+# --------------------------------------------------------------------------------- quotes in CSV
+
+CELLS = st.text(alphabet='ab,"\n\r \u00e9', max_size=4)
+
+
+def quoted_csv(rows: list[list[str]], quoting: int = csv.QUOTE_ALL) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, quoting=quoting, lineterminator="\n").writerows(rows)  # type: ignore[arg-type]
+    return text.getvalue().encode()
+
+
+@given(
+    st.lists(st.lists(CELLS, min_size=2, max_size=2), max_size=5),
+    st.integers(1, 7),
+    st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]),
+    st.booleans(),
+)
+def test_closed_quotes_are_accepted_however_the_file_is_read(
+    rows: list[list[str]], chunk: int, quoting: int, crlf: bool
+) -> None:
+    data = quoted_csv([["video", "question"], *rows], quoting)
+    data = data.replace(b"\n", b"\r\n") if crlf else data
+    scanner = table_formats._QuoteScanner()
+    for start in range(0, len(data), chunk):
+        scanner.feed(data[start : start + chunk])
+    assert scanner.opened is None
+    assert scanner.line == 1 + data.count(b"\n")
+
+
+@settings(deadline=None)
+@given(st.integers(0, 30), st.integers(1, 30), st.booleans(), st.integers(1, 9))
+def test_a_quote_that_is_never_closed_is_a_usage_error_with_its_line(
+    before: int, after: int, others_quoted: bool, chunk: int
+) -> None:
+    quoting = csv.QUOTE_ALL if others_quoted else csv.QUOTE_MINIMAL
+    rows = [["video", "question"], *[[f"v{n}.mp4", "q"] for n in range(before + after)]]
+    lines = quoted_csv(rows, quoting).splitlines(keepends=True)
+    lines.insert(1 + before, b'v.mp4,"never closed\n')
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "m.csv")
+        path.write_bytes(b"\xef\xbb\xbf" + b"".join(lines))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(table_formats, "READ_BYTES", chunk)
+            error = usage_error(str(path), "p")
+    assert error.endswith(f"the quote that opens a cell in line {2 + before} is never closed")
+
+
+def test_a_header_that_is_not_utf8_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_bytes(b"video,quest\xffion\na.mp4,x\n")
+    assert "cannot be read as a manifest" in usage_error(str(tmp_path / "m.csv"), "p")

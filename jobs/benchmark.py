@@ -20,7 +20,7 @@ if not __package__:  # run as a script: this checkout outranks an installed copy
 
 from pipeline import logs
 from pipeline.command_line import did_you_mean
-from pipeline.records import UsageError
+from pipeline.records import INTERRUPTED, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ def main(argv: list[str]) -> int:
 
 
 def _guarded(argv: list[str]) -> int:
-    """Exit code 2 and a sentence for what is wrong with the command line or the machine, 1 where it
-    was stopped."""
+    """Exit code 2 and a sentence for what is wrong with the command line or the machine, 130 where
+    Ctrl-C stopped it."""
     logs.configure()
     try:
         return main(argv)
@@ -70,7 +70,7 @@ def _guarded(argv: list[str]) -> int:
         code = 2
         why = str(error)
     except KeyboardInterrupt:
-        code = 1
+        code = INTERRUPTED
         why = "stopped"
     logger.error("%s: %s", Path(__file__).name, " ".join(why.split()))
     return code

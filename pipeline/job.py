@@ -1,7 +1,8 @@
 """A job from its command line to its exit code.
 
 0: every request has a row. 1: the run ended early; the same command resumes. 2: configuration or
-input is wrong; nothing was started. 3: finished, but more requests failed than allowed.
+input is wrong; nothing was started. 3: finished, but more requests failed than allowed. 130:
+stopped by Ctrl-C; the same command resumes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pipeline.plan.profile_file import ProfileSource, sparse_mode_objection
 from pipeline.plan.settings import wave_config_of
 from pipeline.plan.waves import plan
 from pipeline.records import (
+    INTERRUPTED,
     CompletedRequest,
     FailedRequest,
     PlannedRequest,
@@ -80,13 +82,21 @@ def main(
     return run_guarded(prog, work)
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM arrived."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
+
+
 def run_guarded(prog: str, work: Callable[[], int]) -> int:
     """Call `work`; turn the errors that end a run early into an exit code and one log message.
 
-    SIGTERM raises KeyboardInterrupt, as SIGINT does.
+    SIGTERM raises a KeyboardInterrupt of its own, so that code which ends for SIGINT ends for it.
     """
     logs.configure()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         return work()
     except UsageError as error:
@@ -94,13 +104,16 @@ def run_guarded(prog: str, work: Callable[[], int]) -> int:
         code = 2
     except (RunError, LeaseLost) as error:
         message = str(error)
-        code = 1
+        code = INTERRUPTED if getattr(error, "signal", None) == signal.SIGINT else 1
     except RequestError as error:
         message = f"storage failed: {error.message}; the same command resumes"
         code = 1
+    except _Terminated:
+        message = "stopped by SIGTERM; the same command resumes"
+        code = 1
     except KeyboardInterrupt:
         message = "stopped; the same command resumes"
-        code = 1
+        code = INTERRUPTED
     logger.error("%s: %s", prog, " ".join(message.split()))
     return code
 
@@ -205,6 +218,7 @@ def run_job(
     began = time.monotonic()
     draft = draft_of(job)
     output = OutputFolder(job.output)
+    output.check()
     with survey(job, _prompts(job, default_prompt)) as surveyor:
         wait_for_output(output)  # while the survey process loads
         facts = surveyor.facts

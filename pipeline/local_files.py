@@ -6,26 +6,39 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from glob import escape, iglob
+from glob import iglob
 
 from pipeline.uris import join
 
+_Identity = tuple[int, int]  # device and inode of a folder
 
-def walk(folder: str) -> Iterator[str]:
-    """The visible files below a folder, in the order of their paths as strings."""
+
+def walk(folder: str, above: frozenset[_Identity] = frozenset()) -> Iterator[str]:
+    """The visible files below a folder, in the order of their paths as strings. Links to folders
+    are followed, except to one of the folders `above`, which would be a loop."""
+    above = _entered(folder, above)
+    if not above:
+        return
     with os.scandir(folder) as entries:
         names = sorted(
             # with its slash, a folder sorts where its files' paths do
-            entry.name + "/" if entry.is_dir(follow_symlinks=False) else entry.name
+            entry.name + "/" if entry.is_dir() else entry.name
             for entry in entries
             if not entry.name.startswith(".")
         )
     for name in names:
         path = os.path.join(folder, name)
         if name.endswith("/"):
-            yield from walk(path[:-1])
-        elif not os.path.isdir(path):
+            yield from walk(path[:-1], above)
+        else:
             yield path
+
+
+def _entered(folder: str, above: frozenset[_Identity]) -> frozenset[_Identity]:
+    """`above` with this folder; empty if it is one of them."""
+    stat = os.stat(folder)
+    identity = (stat.st_dev, stat.st_ino)
+    return frozenset() if identity in above else above | {identity}
 
 
 def file_sizes(folder: str) -> dict[str, int]:
@@ -46,8 +59,38 @@ def glob(base: str, patterns: Sequence[str]) -> list[str]:
     """The files below a literal folder that match one of the patterns, sorted."""
     matches: set[str] = set()
     for pattern in patterns:
-        matches.update(iglob(join(escape(base), pattern), recursive=True))
+        matches.update(_matches(base, pattern.split("/")))
     return sorted(path for path in matches if not os.path.isdir(path))
+
+
+def _matches(folder: str, components: Sequence[str]) -> Iterator[str]:
+    """What matches below a folder. Unlike `glob`, `**` enters no loop of links."""
+    if not components:
+        yield folder
+        return
+    first, *rest = components
+    if first == "**":
+        while rest[:1] == ["**"]:
+            rest = rest[1:]
+        for below in walk(folder) if not rest else _folders(folder, frozenset()):
+            yield from _matches(below, rest)
+        return
+    for name in iglob(first, root_dir=folder):
+        path = join(folder, name)
+        if not rest or os.path.isdir(path):
+            yield from _matches(path, rest)
+
+
+def _folders(folder: str, above: frozenset[_Identity]) -> Iterator[str]:
+    """A folder and the visible ones below it."""
+    above = _entered(folder, above)
+    if not above:
+        return
+    yield folder
+    with os.scandir(folder) as entries:
+        names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+    for name in names:
+        yield from _folders(join(folder, name), above)
 
 
 def write(path: str, data: bytes) -> None:

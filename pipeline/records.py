@@ -41,6 +41,7 @@ ERROR_CODES = frozenset(
     }
 )
 
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it: 128 + SIGINT
 RESUME_HINT = "what is finished is written, and the same command resumes"
 
 
@@ -51,6 +52,18 @@ class UsageError(Exception):
 class RunError(Exception):
     """A run ends early (exit code 1). What is written stays, and a rerun resumes. The message is
     one sentence: the reason."""
+
+
+class Interrupted(RunError):
+    """A signal ended the run.
+
+    Attributes:
+        signal: its number.
+    """
+
+    def __init__(self, message: str, signal: int):
+        super().__init__(message)
+        self.signal = signal
 
 
 def _frame_flag(default: Any, text: str) -> Any:

@@ -41,6 +41,7 @@ from pipeline.records import (
     CompletedRequest,
     EngineConfig,
     Frames,
+    Interrupted,
     PlannedRequest,
     RequestError,
     RunError,
@@ -110,7 +111,8 @@ class Driver:
         while not self._finished:
             if signals:
                 self._drain(signals)
-                raise RunError(f"stopped by {signal.Signals(signals[0]).name}; {RESUME_HINT}")
+                number = signal.Signals(signals[0])
+                raise Interrupted(f"stopped by {number.name}; {RESUME_HINT}", number)
             self._start_decodes()
             for replica in self.state.replicas:
                 self._recycle(replica)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import AbstractContextManager
 from typing import BinaryIO, cast
 
 from pipeline import storage
+from pipeline.records import UsageError
 
 SUMMARY_FILE = "_summary.json"
 LEDGER = "_ledger"
@@ -51,6 +53,16 @@ class OutputFolder:
     def __str__(self) -> str:
         """The URI without credentials, for messages."""
         return storage.redact(self._uri)
+
+    def check(self) -> None:
+        """Raises UsageError for a name that can be no output: a local file, or a URL of HTTP."""
+        if self._uri.startswith(("http://", "https://")):
+            raise UsageError(f"the output {self} is behind HTTP, which is only read")
+        path = storage.local_path(self._uri)
+        while path and path != "/":
+            if os.path.exists(path) and not os.path.isdir(path):
+                raise UsageError(f"the output {self} cannot be a folder: {path} is a file")
+            path = os.path.dirname(path)
 
     def sizes(self) -> dict[str, int]:
         """Name → bytes of the files directly in the output, in order of name."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -16,6 +17,8 @@ import pyarrow.parquet as pq
 from pipeline.output.folder import OutputFolder, is_unfinished_part, part_file, part_name_of
 from pipeline.output.ledger import Record, read_records
 from pipeline.records import RequestError, UsageError
+
+logger = logging.getLogger(__name__)
 
 _FOOTER_KEY = b"std-caption"  # marks a Parquet file as ours
 
@@ -90,6 +93,8 @@ def inspect(output: OutputFolder, known: Mapping[str, Record] | None = None) -> 
         if file.startswith("part-") and name not in valid:
             record = records.get(name) if name else None
             orphans[file] = record.epoch if record else _epoch_in_footer(output, file)
+    if known is None:
+        _warn_of_foreign(output, sizes)
     if any(map(part_name_of, sizes)) and not output.has_ledger():
         raise UsageError(
             f"{output} holds parts but no _ledger/, so nobody can say which of them count"
@@ -100,6 +105,21 @@ def inspect(output: OutputFolder, known: Mapping[str, Record] | None = None) -> 
         invalid_records=names - valid.keys(),
         unfinished=tuple(filter(is_unfinished_part, sizes)),
     )
+
+
+def _warn_of_foreign(output: OutputFolder, files: Iterable[str]) -> None:
+    """Names Parquet files that are not ours and that a reader of the folder would read."""
+    foreign = [
+        file
+        for file in files
+        if file.endswith(".parquet") and not file.startswith((".", "_", "part-"))
+    ]
+    if foreign:
+        logger.warning(
+            "%s holds %s, not written by this program: readers of the whole folder read it too",
+            output,
+            ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if foreign[3:] else ""),
+        )
 
 
 def _epoch_in_footer(output: OutputFolder, file: str) -> int:

@@ -394,3 +394,33 @@ def test_throttling_and_dropped_connections_are_retried(
                 assert file.read() == storage.read_bytes(uri) == data
         assert len(storage.list_names(s3.bucket)) == 10
     assert all(calls[kind] for kind in FAULTS)
+
+
+def test_links_to_folders_are_followed_but_make_no_loop(tmp_path: Path) -> None:
+    """A link to the folder itself made one file 41 files."""
+    base = tmp_path / "videos"
+    for name in ("a.mp4", "sub/b.mp4", "sub/deep/c.mp4", ".hidden/d.mp4"):
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_bytes(b"x")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "e.mp4").write_bytes(b"x")
+    (base / "self").symlink_to(".")
+    (base / "sub/up").symlink_to("..")
+    (base / "sub/deep/top").symlink_to(base)
+    (base / "linked").symlink_to(outside)
+    (outside / "back").symlink_to(base)
+    (base / "gone.mp4").symlink_to("nowhere")
+    folder = str(base)
+    every = ["a.mp4", "gone.mp4", "linked/e.mp4", "sub/b.mp4", "sub/deep/c.mp4"]
+    assert relative_names(folder, storage.list_files(folder, {".mp4"})) == every
+    for pattern, expected in {
+        "**/*.mp4": every,
+        "**": every,
+        "**/**/*.mp4": every,
+        "**/deep/*": ["sub/deep/c.mp4"],
+        "*/e.mp4": ["linked/e.mp4"],
+        "self/*.mp4": ["self/a.mp4", "self/gone.mp4"],
+    }.items():
+        found = relative_names(folder, storage.expand_glob(storage.join(folder, pattern)))
+        assert found == expected, pattern

@@ -8,7 +8,7 @@ import pytest
 
 import pipeline
 from pipeline import storage
-from pipeline.output.folder import part_file, record_file
+from pipeline.output.folder import OutputFolder, part_file, record_file
 from pipeline.output.ledger import part_name
 from pipeline.records import RequestError, UsageError
 from tests.pipeline.output.stub_output import (
@@ -139,3 +139,29 @@ def test_an_unfinished_local_part_is_removed(tmp_path: Path, clock: Clock) -> No
     half.write_bytes(b"PAR1")
     opened(str(tmp_path), clock).close()
     assert not half.exists()
+
+
+def test_an_output_that_can_be_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    for below in ("file", "file/out", "file/a/b"):
+        with pytest.raises(UsageError, match="file is a file"):
+            OutputFolder(str(tmp_path / below)).check()
+    for uri in ("http://host/out", "https://user:secret@host/out"):
+        with pytest.raises(UsageError, match="only read") as caught:
+            OutputFolder(uri).check()
+        assert "secret" not in str(caught.value)
+    for uri in (str(tmp_path), str(tmp_path / "new/out"), "s3://bucket/out"):
+        OutputFolder(uri).check()
+
+
+def test_foreign_parquet_beside_ours_is_named(
+    folder: str, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("mine.parquet", "_mine.parquet", "notes.txt"):
+        storage.put(storage.join(folder, name), b"mine")
+    with opened(folder, clock) as output:
+        output.add(row(1))
+    assert [r.getMessage() for r in caplog.records if r.name == "pipeline.output.parts"] == [
+        f"{storage.normalize(folder)} holds mine.parquet, not written by this program: "
+        "readers of the whole folder read it too"
+    ]

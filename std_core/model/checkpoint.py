@@ -402,10 +402,15 @@ def full_model_size(config: Any, weight_bytes: float, kv_bytes: float) -> ModelS
 
 
 def pretrained_kwargs(path: str) -> dict[str, Any]:
-    """Return the keywords of `from_pretrained` that locate a folder, a hub id or a GGUF file."""
+    """Return the keywords of `from_pretrained` that locate a folder, a hub id or a GGUF file.
+
+    Code in the checkpoint is never run: without `trust_remote_code`, transformers would ask for it
+    on a terminal.
+    """
     if not path.endswith(".gguf"):
-        return {"pretrained_model_name_or_path": path}
+        return {"pretrained_model_name_or_path": path, "trust_remote_code": False}
     return {
+        "trust_remote_code": False,
         "pretrained_model_name_or_path": os.path.dirname(path) or ".",
         "gguf_file": os.path.basename(path),
     }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -163,3 +164,32 @@ def test_a_file_that_is_no_gguf_is_an_error_of_one_line(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as caught:
             Checkpoint.load(str(path))
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_code_in_a_checkpoint_is_never_run_nor_asked_for(
+    known: bool, families: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object) -> str:
+        raise AssertionError("transformers asked on a terminal")
+
+    monkeypatch.setattr("builtins.input", ask)
+    folder = tmp_path / "model"
+    shutil.copytree(families("llama"), folder)
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    for name, entries in {
+        "config.json": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+        "tokenizer_config.json": {"AutoTokenizer": ["code.Tokenizer", None]},
+    }.items():
+        settings = json.loads((folder / name).read_text()) | {"auto_map": entries}
+        if not known:
+            settings.pop("tokenizer_class", None)
+            settings |= {"model_type": "no_such_type"} if name == "config.json" else {}
+        (folder / name).write_text(json.dumps(settings))
+    if known:  # transformers' own classes serve
+        assert Checkpoint.load(str(folder)).config.model_type == "llama"
+    else:
+        with pytest.raises(ValueError, match="cannot be loaded") as raised:
+            Checkpoint.load(str(folder))
+        assert "\n" not in str(raised.value)
+    assert not (tmp_path / "ran").exists()

@@ -20,7 +20,8 @@ def test_rounds_between_two_chunks_do_not_change_a_second_models_prefill(
         """Of a row that is prefilled in small chunks while another row is running."""
         draft = Draft("std", keep=1.0, gamma=2, model=str(tiny_model))
         batch = replace(engine, prefill_chunk=7).new_batch(draft)
-        for slot, request in enumerate(requests[:2]):
+        for request in requests[:2]:
+            slot = batch._free_slot()
             admission = batch.prefill.admit(replace(request, sampling=Sampling(200)), slot)
             while (row := advance(admission)) is None:
                 if rounds_between_chunks and slot:

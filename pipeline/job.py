@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import logs
+from pipeline import logs, storage
 from pipeline.config import DEFAULT_PROMPT, Job, draft_of, parse_job
 from pipeline.intake.survey import JobFacts, SubprocessSurvey, Survey
 from pipeline.output import rows
@@ -216,6 +216,7 @@ def run_job(
         RunError, LeaseLost, RequestError: the run ended early; a rerun resumes.
     """
     began = time.monotonic()
+    storage.share_redaction_key()  # before the survey's process is started
     draft = draft_of(job)
     output = OutputFolder(job.output)
     output.check()

@@ -12,13 +12,15 @@ from __future__ import annotations
 import logging
 import sys
 
+from pipeline.credentials import redact_text
+
 LEVELS = ("debug", "info", "warning", "error")
 # The roots of the loggers of this project; a job that runs as a script is named `__main__`.
 LOGGERS = ("pipeline", "std_core", "jobs", "__main__")
 
 
 class StderrHandler(logging.Handler):
-    """Writes messages to the current `sys.stderr`.
+    """Writes messages to the current `sys.stderr`, without the credentials of URLs in them.
 
     `rich` replaces `sys.stderr` while it draws a progress bar. Messages that go there appear above
     the bar; the original stream would mix them into it.
@@ -26,7 +28,7 @@ class StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(redact_text(self.format(record)), file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
 

@@ -3,7 +3,7 @@
 
 The only module that opens URLs and imports fsspec. `uris.py` parses names, `local_files.py` handles
 local disks. Every failure is a `RequestError` (`not_found`, `access_denied`, `storage_error`) whose
-one sentence names the file without its credentials. The standard AWS variables
+one sentence names the file without its credentials (`credentials.py`). The standard AWS variables
 (`AWS_ENDPOINT_URL`, ...) give S3's endpoint and credentials.
 """
 
@@ -29,20 +29,20 @@ from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 from fsspec.utils import glob_translate
 
 from pipeline import local_files, uris
-from pipeline.records import RequestError
-from pipeline.uris import (
+from pipeline.credentials import (
+    canonical,
     display_uri,
-    join,
-    local_path,
-    normalize,
-    parent,
     redact,
+    redact_text,
     redact_utf8,
-    resolve,
+    share_redaction_key,
 )
+from pipeline.records import RequestError
+from pipeline.uris import join, local_path, normalize, parent, resolve
 
 __all__ = [
     "FileInfo",
+    "canonical",
     "delete",
     "display_uri",
     "expand_glob",
@@ -63,8 +63,10 @@ __all__ = [
     "put_if_absent",
     "read_bytes",
     "redact",
+    "redact_text",
     "redact_utf8",
     "resolve",
+    "share_redaction_key",
 ]
 
 _FAILURES = (
@@ -129,10 +131,9 @@ def _request_error(uri: str, error: BaseException) -> RequestError:
 
 
 def _reason(error: BaseException) -> str:
-    """The error's message in one line, without query strings and user-info."""
+    """The error's message in one line, without credentials."""
     strerror = error.strerror if isinstance(error, OSError) else None
-    text = strerror or str(error) or type(error).__name__
-    text = re.sub(r"\?[^\s\"']*", "", text)
+    text = redact_text(strerror or str(error) or type(error).__name__)
     text = re.sub(r"[^\s/\"'=]+:[^\s/\"']+@", "", text)
     return " ".join(text.split())
 
@@ -304,7 +305,7 @@ def expand_glob(uri: str) -> Iterator[str]:
     Raises:
         RequestError: while the files are iterated, too.
     """
-    is_http = uri.startswith(("http://", "https://"))
+    is_http = normalize(uri).startswith(("http://", "https://"))
     if not uris.is_glob(uri) or is_http or is_file(uri):
         yield normalize(uri)
         return

@@ -1,7 +1,8 @@
-"""File names: normal forms, relative names, globs and credentials. Accesses no file.
+"""File names: normal forms, relative names and globs. Accesses no file.
 
-Names are literal: `#`, `%`, commas, spaces and quotes have no special meaning. Only `storage.py`
-and `local_files.py` import this module; other modules use these functions through `storage`.
+Names are literal: `#`, `%`, commas, spaces and quotes have no special meaning. Only `storage.py`,
+`credentials.py` and `local_files.py` import this module; other modules use these functions through
+`storage`.
 """
 
 from __future__ import annotations
@@ -13,26 +14,25 @@ from collections.abc import Callable, Sequence
 from glob import has_magic
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
-# query parameters of presigned URLs (S3, Google, Azure), and other credentials
-_CREDENTIAL_PARAMETER = re.compile(
-    r"^x-(amz|goog)-|sig|token|credential|secret|passw|auth|api.?key|accesskey|policy|expires|^s[eprtv]$",
-    re.IGNORECASE,
-)
 
 
 def local_path(uri: str) -> str | None:
     """The absolute path of a local file; None for a remote one."""
-    if uri.startswith("file://"):
+    if uri[: len("file://")].lower() == "file://":
         return os.path.abspath(uri[len("file://") :])
     return None if _SCHEME.match(uri) else os.path.abspath(uri)
 
 
 def normalize(uri: str) -> str:
-    """The normal form of a name: an absolute path, or a URL with `s3://` for `s3a://`. Empty stays
-    empty."""
+    """The normal form of a name: an absolute path, or a URL whose scheme is in lower case, with
+    `s3://` for `s3a://`. Empty stays empty."""
     if not uri:
         return uri
-    return local_path(uri) or re.sub("^s3a://", "s3://", uri)
+    if (path := local_path(uri)) is not None:
+        return path
+    scheme, _, rest = uri.partition("://")
+    scheme = scheme.lower()
+    return f"{'s3' if scheme == 's3a' else scheme}://{rest}"
 
 
 def join(folder: str, *names: str) -> str:
@@ -53,37 +53,6 @@ def resolve(uri: str, folder: str) -> str:
         return os.path.normpath(join(local, uri))
     scheme, _, path = folder.partition("://")
     return f"{scheme}://{posixpath.normpath(join(path, uri))}"
-
-
-def redact(uri: str) -> str:
-    """The URI without user-info and without credentials in the query; local paths unchanged."""
-    if local_path(uri) is not None:
-        return uri
-    scheme, _, rest = uri.partition("://")
-    query = ""
-    if scheme in ("http", "https"):
-        rest, _, query = rest.partition("?")
-    host, slash, path = rest.partition("/")
-    host = host.rpartition("@")[2]
-    kept = "&".join(parameter for parameter in query.split("&") if _is_harmless(parameter))
-    return f"{scheme}://{host}{slash}{path}" + (f"?{kept}" if kept else "")
-
-
-def _is_harmless(parameter: str) -> bool:
-    """Whether a query parameter, `name=value`, is not empty and holds no credential."""
-    return bool(parameter) and not _CREDENTIAL_PARAMETER.search(parameter.partition("=")[0])
-
-
-def display_uri(uri: str) -> str:
-    """The URI for messages and logs: without credentials, unprintable characters escaped."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in redact(uri)
-    )
-
-
-def redact_utf8(uri: str) -> str:
-    """The URI for output rows: without credentials, bytes that are not UTF-8 escaped."""
-    return redact(uri).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def is_glob(name: str) -> bool:

@@ -34,7 +34,7 @@ def request_id(
     """Hashes what identifies a request to 128 bits, as 32 hex digits.
 
     Args:
-        video_uri: hashed without credentials and signatures, which change from day to day.
+        video_uri: hashed in its canonical form, without signatures, which change from day to day.
         size: of the video in bytes; None if it cannot be read.
         version: ETag or mtime of the video; None if it cannot be read.
         model_revision: a hub revision, or the hash of a local folder.
@@ -46,7 +46,7 @@ def request_id(
         window: start, length and overlap (s) of the window of the video; None without windows.
     """
     content = {
-        "video": [storage.redact(storage.normalize(video_uri)), size, version],
+        "video": [storage.canonical(video_uri), size, version],
         "prompt": prompt,
         "model": [model_revision, dtype],
         "frames": _without_unset(asdict(frames)),

@@ -106,7 +106,7 @@ def open_manifest(
 
 
 class _OccurrenceCounter:
-    """Numbers equal rows from 0.
+    """Numbers equal rows from 0. Rows are equal that give the same request id without the number.
 
     Keeps an 8-byte hash per row. Different rows whose hashes collide are numbered as if they were
     equal, in the same way on every run.
@@ -118,7 +118,9 @@ class _OccurrenceCounter:
 
     def number(self, row: InputRow) -> InputRow:
         """The row with its `occurrence`."""
-        text = json.dumps([row.video_uri, row.prompt, row.given_id]).encode("ascii")
+        text = json.dumps([storage.canonical(row.video_uri), row.prompt, row.given_id]).encode(
+            "ascii"
+        )
         key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         if key not in self._first:
             self._first.add(key)

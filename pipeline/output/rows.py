@@ -118,7 +118,7 @@ def _error_columns(error: RequestError) -> dict[str, Any]:
         "status": "error",
         "finish_reason": "error",
         "error_code": error.code,
-        "error_message": error.message,
+        "error_message": storage.redact_text(error.message),
     }
 
 

@@ -61,3 +61,11 @@ def test_loggers_of_other_libraries_keep_pythons_default() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stderr == "loud\n"
+
+
+def test_messages_show_no_credentials(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure()
+    logging.getLogger("pipeline.job").error("403 for %s, skipped", "HTTPS://u:pw@h/a.mp4?jwt=eyJ")
+    [line] = capsys.readouterr().err.splitlines()
+    assert "pw" not in line and "eyJ" not in line
+    assert line.startswith("403 for https://") and line.endswith(", skipped")

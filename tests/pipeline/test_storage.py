@@ -283,7 +283,7 @@ def test_error_messages_contain_no_credentials(s3: Any) -> None:
         storage.read_bytes(uri)
     assert "AKIA123" not in caught.value.message
     assert "secret" not in caught.value.message
-    assert "s3://bucket/x.mp4" in caught.value.message
+    assert "@bucket/x.mp4" in caught.value.message
 
 
 def test_a_presigned_url_can_be_read(s3: Any) -> None:
@@ -294,24 +294,7 @@ def test_a_presigned_url_can_be_read(s3: Any) -> None:
     with storage.open_read(url) as file:
         file.seek(4)
         assert file.read(2) == b"45"
-    assert storage.redact(url) == url.partition("?")[0]
-
-
-@pytest.mark.parametrize(
-    ("uri", "expected"),
-    [
-        ("/data/a@b?sig=1.mp4", "/data/a@b?sig=1.mp4"),
-        ("s3://k:s@bucket/a@b?token=x.mp4", "s3://bucket/a@b?token=x.mp4"),
-        (
-            "https://u:p@host/a.mp4?file=3&X-Amz-Signature=abc&X-Amz-Date=1",
-            "https://host/a.mp4?file=3",
-        ),
-        ("https://host/a.mp4?sv=2020&se=1&sig=abc", "https://host/a.mp4"),
-        ("https://host?token=abc", "https://host"),
-    ],
-)
-def test_redact(uri: str, expected: str) -> None:
-    assert storage.redact(uri) == expected
+    assert storage.canonical(url) == url.partition("?")[0]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -209,6 +210,14 @@ def test_given_ids_are_kept_and_equal_rows_are_numbered(folder: str, format_: st
     assert [(i.prompt, i.occurrence) for i in equal] == [("q", 0), ("q", 1), ("p", 0), ("q", 2)]
 
 
+def test_rows_that_differ_in_a_signature_alone_are_numbered_as_equal(tmp_path: Path) -> None:
+    url = "https://{}host/a.mp4?author=1&sv=1&sig={}"
+    names = [url.format("", 1), url.format("", 2), url.format("u:p@", 1), "https://host/b.mp4"]
+    (tmp_path / "m.txt").write_text("\n".join(names))
+    found = read_rows(str(tmp_path / "m.txt"), "q")
+    assert [item.occurrence for item in found] == [0, 1, 2, 0]
+
+
 def test_names_that_look_like_numbers_and_dates_stay_text(tmp_path: Path) -> None:
     rows = [
         {"video": "0012", "question": "2024-01-01"},
@@ -369,14 +378,18 @@ def test_each_row_appears_exactly_once(
 
 
 def test_credentials_reach_storage_but_not_the_output(tmp_path: Path) -> None:
-    signed = "https://who:secret@host/a.mp4?x=2&X-Amz-Signature=secret"
+    signed = "https://who:secret@host/a.mp4?id=2&X-Amz-Signature=secret"
     (tmp_path / "m.csv").write_text(f"url,question\n{signed},What?\n")
     [item] = open_manifest(str(tmp_path / "m.csv")).rows()
     assert item.video_uri == signed
-    assert item.columns == {"url": "https://host/a.mp4?x=2", "question": "What?"}
-    failure = FailedRequest(PendingRequest("1", item), RequestError("not_found", "gone"))
+    shown = item.columns["url"]
+    assert re.fullmatch(
+        "https://redacted-[0-9a-f]{8}@host/a.mp4[?]id=2&redacted-[0-9a-f]{8}", str(shown)
+    )
+    error = RequestError("storage_error", f"GET {signed}: 500")
+    failure = FailedRequest(PendingRequest("1", item), error)
     row = rows.failed_row(rows.Provenance(Job(), "r", None), failure)
-    assert row["video_uri"] == "https://host/a.mp4?x=2"
+    assert row["video_uri"] == shown
     assert "secret" not in str(row)
 
 

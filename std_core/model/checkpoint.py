@@ -29,11 +29,11 @@ from std_core.model.families import (
     has_vision_tower,
     unsupported_reason,
 )
+from std_core.model.file_hashes import sha256_of_files
 from std_core.types import Geometry, Request, RequestError
 
-MIB = 1 << 20
-# Files above this size enter a checkpoint's hash by their size, first and last MiB only.
-FULL_HASH_LIMIT = 64 * MIB
+# bytes of a file that enter a checkpoint's hash directly
+INLINE_LIMIT = 64 << 20
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
@@ -419,8 +419,9 @@ def pretrained_kwargs(path: str) -> dict[str, Any]:
 def checkpoint_hash(path: str) -> str:
     """Return the revision of a local checkpoint, 32 hex digits.
 
-    It is a hash of the files' names, sizes and contents; of files above `FULL_HASH_LIMIT` only the
-    first and last MiB count. A single file is hashed like a folder that contains only it.
+    It is a hash of the files' names, sizes and whole contents. Of files above `INLINE_LIMIT` the
+    SHA-256 enters it, which is remembered, see `file_hashes`. A single file is hashed like a folder
+    that contains only it.
     """
     top = Path(path)
     if top.is_file():
@@ -429,15 +430,11 @@ def checkpoint_hash(path: str) -> str:
     else:
         files = sorted(p for p in top.rglob("*") if p.is_file())
         base = top
+    sizes = [file.stat().st_size for file in files]
+    large = [file for file, size in zip(files, sizes, strict=True) if size > INLINE_LIMIT]
+    large_digests = dict(zip(large, sha256_of_files(large), strict=True))
     digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
+    for file, size in zip(files, sizes, strict=True):
         digest.update(f"{file.relative_to(base).as_posix()}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            if size <= FULL_HASH_LIMIT:
-                digest.update(stream.read(FULL_HASH_LIMIT))
-            else:
-                digest.update(stream.read(MIB))
-                stream.seek(-MIB, os.SEEK_END)
-                digest.update(stream.read())
+        digest.update(large_digests[file].encode() if file in large_digests else file.read_bytes())
     return digest.hexdigest()[:32]

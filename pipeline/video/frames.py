@@ -68,7 +68,8 @@ def decode(
     Raises:
         RequestError: `truncated_file` where under half of the planned frames decode, `zero_frames`
             where none does; `decode_crashed`, `decode_timeout`, `decode_error` of the last decoder
-            where all failed; `too_large` to download; storage's own codes.
+            where all failed; `too_large` to download; `storage_error` where the file is not the
+            one that was probed, before or after decoding; storage's own codes.
     """
     local_path = storage.local_path(uri)
     job = DecodeJob(
@@ -89,10 +90,12 @@ def decode(
         deadline_at=time.monotonic() + limits.deadline * plan.windows,
     )
     decoders = decoders or DECODERS
+    _check_version(uri, info, attempts.name)
     if job.remote:
         success = _decode_remote(attempts, job, decoders)
     else:
         success = attempts.first_success(job, decoders)
+    _check_version(uri, info, attempts.name)  # it may have been replaced meanwhile
     if success is None:
         raise attempts.failure()
     outcome = success.outcome
@@ -106,6 +109,17 @@ def decode(
         decoder=success.decoder,
         frame_indices=outcome.frame_indices,
     )
+
+
+def _check_version(uri: str, info: VideoInfo, name: str) -> None:
+    """Raises RequestError if the file is another one than `info` describes. Its frames would be
+    described under the old version, at times that were planned for the old file."""
+    file = storage.info(uri)
+    if (file.size, file.version) != (info.size_bytes, info.version):
+        raise RequestError(
+            "storage_error",
+            f"{name} was replaced after its headers were read: run again to answer the new version",
+        )
 
 
 def _decode_remote(

@@ -23,7 +23,10 @@ from moto.server import ThreadedMotoServer
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 from jobs.demo_model.world import make_clip
+from pipeline import storage
 from pipeline.records import FrameOptions, FramePlan, Frames, RequestError, VideoInfo
+from pipeline.video import frames as frames_module
+from pipeline.video.decode_job import DecodeError, DecodeJob
 from pipeline.video.frame_plan import plan_frames
 from pipeline.video.frames import Limits, decode
 from pipeline.video.probe import probe
@@ -387,8 +390,37 @@ def test_a_file_that_became_a_playlist_is_not_opened(tmp_path: Path) -> None:
     info, plan = planned(path)
     path.rename(tmp_path / "other.mp4")
     path.write_text("ffconcat version 1.0\nfile 'other.mp4'\n")
+    file = storage.info(str(path))  # as if it was replaced between the check and the decoder
+    info = replace(info, size_bytes=file.size, version=file.version)
     for decoders in (None, DECORD, PYAV):
         assert failure(path, info, plan, decoders=decoders).code == "not_a_video"
+
+
+@pytest.mark.parametrize("when", ["before", "while decoding", "after a failure"])
+def test_a_file_replaced_after_the_probe_gives_no_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Another clip's text must not come under the old version."""
+    path = write(tmp_path / "v.mp4", count=24)
+    other = write(tmp_path / "w.mp4", count=48, picture=lambda number: numbered(500 + number))
+    info, plan = planned(path)
+    run = frames_module._Attempts.run
+
+    def run_and_replace(self: Any, decoder: str, job: DecodeJob, seconds: float) -> DecodeOutcome:
+        outcome = run(self, decoder, job, seconds)
+        os.replace(other, path)
+        if when == "after a failure":
+            return DecodeOutcome(error=DecodeError("truncated_file", "it ends early"))
+        return outcome
+
+    if when == "before":
+        os.replace(other, path)
+    else:
+        monkeypatch.setattr(frames_module._Attempts, "run", run_and_replace)
+    error = failure(path, info, plan, decoders=PYAV)
+    assert error.code == "storage_error" and "replaced" in error.message
+    monkeypatch.undo()
+    assert min(frame_numbers(decoded(path))) >= 500
 
 
 STAND_INS = """

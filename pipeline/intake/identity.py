@@ -26,6 +26,7 @@ def request_id(
     frames: FrameOptions,
     sampling: Sampling,
     dtype: str,
+    max_model_len: int | None = None,
     given_id: str | None = None,
     occurrence: int = 0,
     sparse: Mapping[str, object] | None = None,
@@ -39,6 +40,8 @@ def request_id(
         version: ETag or mtime of the video; None if it cannot be read.
         model_revision: a hub revision, or the hash of a local folder.
         dtype: of the full model.
+        max_model_len: the job's limit of prompt and text together, which may cut the text; None for
+            the model's own, so that ids made without the option stay.
         given_id: the manifest's own `request_id`, if it has one.
         occurrence: number of the row among equal rows (with equal `given_id`), from 0.
         sparse: settings of `--mode sparse`, whose text is not the full model's; None in the exact
@@ -54,6 +57,8 @@ def request_id(
         "preprocessing": PREPROCESSING_VERSION,
         "row": occurrence if given_id is None else [given_id, occurrence],
     }
+    if max_model_len is not None:
+        content["max_model_len"] = max_model_len
     if sparse is not None:
         content["sparse"] = _without_unset(sparse)
     if window is not None:

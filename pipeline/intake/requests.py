@@ -177,6 +177,7 @@ class RequestStream:
             frames=self.job.frames,
             sampling=self.job.sampling,
             dtype=self.job.dtype,
+            max_model_len=self.job.max_model_len,
             given_id=row.given_id,
             occurrence=row.occurrence,
             sparse=self._sparse_identity,

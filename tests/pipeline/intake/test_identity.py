@@ -38,6 +38,7 @@ CHANGES = [
     {"sampling": Sampling(stop=("ab",))},
     {"sampling": Sampling(min_tokens=1)},
     {"dtype": "bfloat16"},
+    {"max_model_len": 512},
     {"given_id": "0"},
     {"given_id": "0", "occurrence": 1},
     {"occurrence": 1},

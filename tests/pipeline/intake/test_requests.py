@@ -77,7 +77,12 @@ def test_ids_depend_on_settings_that_change_the_text_only(clip: str) -> None:
         ids(items, Job(draft="random", mode="dense", gamma=2, max_num_seqs=1, rows_per_part=3))
         == names
     )
-    for other in (Job(max_tokens=7), Job(dtype="bfloat16"), Job(frames=FrameOptions(fps=1.0))):
+    for other in (
+        Job(max_model_len=512),
+        Job(max_tokens=7),
+        Job(dtype="bfloat16"),
+        Job(frames=FrameOptions(fps=1.0)),
+    ):
         assert not set(ids(items, other)) & set(names)
 
 

@@ -194,8 +194,8 @@ def redact(uri: str) -> str:
 
 def _redact_parameters(query: str) -> str:
     """The harmless parameters, then one digest of all others."""
-    kept = []
-    secret = []
+    kept: list[str] = []
+    secret: list[str] = []
     for parameter in filter(None, query.split("&")):
         harmless = _name(parameter) in _HARMLESS_PARAMETERS or _DIGEST.fullmatch(parameter)
         (kept if harmless else secret).append(parameter)

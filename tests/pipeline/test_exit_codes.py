@@ -14,9 +14,13 @@ from pipeline.records import Interrupted, RequestError, RunError, UsageError
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    # a process in the background of a script ignores SIGINT, and so do the tests in it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(

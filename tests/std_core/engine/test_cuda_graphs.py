@@ -163,7 +163,7 @@ def test_a_replayed_round_does_not_wait_for_the_host(
 
 def test_each_gamma_has_its_own_graph(llama: Engine, request: pytest.FixtureRequest) -> None:
     """Dense rounds included; all in the room that was reserved for the largest γ."""
-    limits = (4, 24, 4)
+    limits = (4, 12, 4)
     limited = [replace(r, sampling=Sampling(n)) for r, n in zip(REQUESTS, limits, strict=True)]
     expected = tokens_by_id(llama.run(limited, None))
     recorder: StandInRecorder = request.getfixturevalue("recorder")

@@ -47,8 +47,8 @@ def run_metadata(job: Job, draft: Draft | None) -> dict[str, Any]:
     """The part of a run's log that describes its job."""
     return {
         "model": job.model,
-        "draft": draft_name(job, draft),
-        "gamma": None if draft is None else draft.gamma,
+        "draft": "dense" if draft is None else job.draft,
+        "gamma": draft.gamma if draft is not None and job.draft != "auto" else job.gamma,
         "max_num_seqs": job.max_num_seqs,
     }
 

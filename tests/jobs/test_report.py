@@ -39,6 +39,8 @@ def test_a_run_into_a_bucket_and_its_report(
         f"{s3.bucket}/out",
         "--model",
         str(tiny_model),
+        "--draft",
+        "std",
         "--max-tokens",
         "8",
     ]

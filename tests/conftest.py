@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if "OMP_NUM_THREADS" not in os.environ:
+    # read when torch is imported; a second thread makes products as small as the tests' slower
+    os.environ["OMP_NUM_THREADS"] = "1"
+# Ray's workers would wait for whatever else the machine does
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 import boto3
 import pytest
 import torch

@@ -20,7 +20,6 @@ from pipeline.config import DEFAULT_PROMPT, Job, draft_of, parse_job
 from pipeline.intake.survey import JobFacts, SubprocessSurvey, Survey
 from pipeline.output import rows
 from pipeline.output.folder import OutputFolder
-from pipeline.output.lease import LeaseLost
 from pipeline.output.writer import OutputWriter, open_output, wait_for_output
 from pipeline.plan import dryrun, plan_table
 from pipeline.plan.capacity import Capacity
@@ -34,6 +33,7 @@ from pipeline.records import (
     INTERRUPTED,
     CompletedRequest,
     FailedRequest,
+    Interrupted,
     PlannedRequest,
     RequestError,
     RunError,
@@ -102,9 +102,12 @@ def run_guarded(prog: str, work: Callable[[], int]) -> int:
     except UsageError as error:
         message = str(error)
         code = 2
-    except (RunError, LeaseLost) as error:
+    except Interrupted as error:
         message = str(error)
-        code = INTERRUPTED if getattr(error, "signal", None) == signal.SIGINT else 1
+        code = INTERRUPTED if error.signal == signal.SIGINT else 1
+    except RunError as error:  # LeaseLost included
+        message = str(error)
+        code = 1
     except RequestError as error:
         message = f"storage failed: {error.message}; the same command resumes"
         code = 1

@@ -39,7 +39,7 @@ class Provenance:
         return {
             "model": self.job.model,
             "model_revision": self.revision,
-            "draft": draft_name(self.job, self.draft),
+            "draft": requested_draft(self.job, self.draft),
         }
 
 
@@ -47,10 +47,16 @@ def run_metadata(job: Job, draft: Draft | None) -> dict[str, Any]:
     """The part of a run's log that describes its job."""
     return {
         "model": job.model,
-        "draft": "dense" if draft is None else job.draft,
-        "gamma": draft.gamma if draft is not None and job.draft != "auto" else job.gamma,
+        "draft": requested_draft(job, draft),
+        "gamma": None if draft is None or job.draft == "auto" else draft.gamma,
         "max_num_seqs": job.max_num_seqs,
     }
+
+
+def requested_draft(job: Job, draft: Draft | None) -> str:
+    """What a job asks for: `dense`, the name given with `--draft`, or `auto`. Also the column
+    `draft` of a request that failed before a draft was chosen."""
+    return "dense" if draft is None else job.draft
 
 
 def draft_name(job: Job, draft: Draft | None) -> str:

@@ -30,7 +30,6 @@ DEFAULT_LENGTHS = {"caption": 128.0, "question": 32.0}  # generated tokens where
 EXPLORATION_INTERVAL = 50  # waves, of which one takes a rejected draft
 # a wave tries a draft of which nothing was measured if so many waves like it remain
 TRIAL_INTERVAL = 10
-MAX_TRIALS = 3  # of a run
 
 
 class ExpectedRounds(NamedTuple):
@@ -118,16 +117,12 @@ class DraftPlanner:
         if wave_index % EXPLORATION_INTERVAL == EXPLORATION_INTERVAL - 1:
             return rejected[wave_index // EXPLORATION_INTERVAL % len(rejected)]
         trial = wave_index - 1  # the first wave decodes densely, as a reference
-        if self._predictions_hold or not 0 <= trial < min(MAX_TRIALS, len(self.profile.drafts)):
+        if self._predictions_hold or not 0 <= trial < len(self.profile.drafts):
             return None
         if remaining < TRIAL_INTERVAL * wave.count:
             return None
         family = _family(self.profile.drafts[trial].draft)
-        untried = (option for option in rejected if not self._has_tried(option))
-        return next((o for o in untried if o.draft and _family(o.draft) == family), None)
-
-    def _has_tried(self, option: DraftOption) -> bool:
-        return option.draft is not None and self.history.has_tried(option.draft)
+        return next((o for o in rejected if o.draft and _family(o.draft) == family), None)
 
     # --- prediction ------------------------------------------------------------------------------
 
